@@ -156,7 +156,7 @@ def test_nothing_is_converted_silently() -> None:
 def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
     """An unknown key is refused with the nearest name, also when it stands elsewhere."""
     file = tmp_path / "run.toml"
-    file.write_text("group_sise = 4\nlr = 1.0\nzzz = 1\n[optim]\nlr = 1.0\n")
+    file.write_text("group_sise = 4\nlr = 1.0\nzzz = 1\n[optim]\nlr = 1.0\nbeta = 1\n")
     assert problems(file=file) == [
         f"group_sise: unknown setting; did you mean group_size?  [file {file}]",
         f"lr: unknown setting; did you mean optim.lr?  [file {file}]",
@@ -165,6 +165,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
             f"optim, prefix_caching, stop_ids  [file {file}]"
         ),
         "group_size: required setting is missing",
+        f"optim.beta: unknown setting; did you mean optim.betas?  [file {file}]",
     ]
 
 
@@ -192,6 +193,39 @@ def test_a_setting_of_the_other_kind_is_refused() -> None:
     assert problems("group_size=2", "optim.lr=1", "loss.kind=plain", "loss.clip_low=0.1") == [
         "loss.clip_low: unknown setting; there are none here  [command line]"
     ]
+
+
+@attrs.frozen(kw_only=True)
+class Outer:
+    """A class that gives its parts other defaults than they have themselves."""
+
+    run: Run = attrs.field(
+        factory=lambda: Run(group_size=8, optim=Optim(lr=1e-5), loss=Clip(clip_low=0.5))
+    )
+    """The part."""
+
+
+def test_an_override_keeps_the_rest_of_a_default() -> None:
+    """Setting one value of a nested default leaves its siblings, also inside a union."""
+    loaded = load_config(Outer, overrides=["run.optim.betas=[0.1, 0.2]", "run.dtype=bfloat16"])
+    assert loaded.value.run == Run(
+        group_size=8,
+        optim=Optim(lr=1e-5, betas=(0.1, 0.2)),
+        loss=Clip(clip_low=0.5),
+        dtype="bfloat16",
+    )
+    assert load_config(Outer, overrides=["run.loss.clip_low=0.1"]).value.run.loss == Clip(
+        clip_low=0.1
+    )
+    assert load_config(Outer, overrides=["run.loss.kind=plain"]).value.run.loss == Plain()
+    assert load_config(Outer, overrides=[]).value == Outer()
+
+
+def test_help_shows_the_defaults_of_the_outer_class() -> None:
+    """A nested setting's default is what it will be, not what its own class says."""
+    text = settings_help(Outer)
+    assert "  run.group_size  (int; 8)" in text
+    assert "  run.loss.clip_low  (float; 0.5, with kind=clip)" in text
 
 
 def test_broken_overrides_and_files_are_named(tmp_path: Path) -> None:
@@ -248,4 +282,4 @@ def test_help_shows_every_setting() -> None:
     text = settings_help(Run)
     assert "  optim.lr  (float; required)\n      Learning rate, per step." in text
     assert '  dtype  (float32 | bfloat16; "float32")' in text
-    assert "  loss.clip_low  (float; 0.2)" in text
+    assert "  loss.clip_low  (float; 0.2, with kind=clip)" in text

@@ -169,10 +169,13 @@ def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 
 def _elsewhere(path: str, message: str, root: type) -> str:
-    """Add where in the whole configuration a setting of an unknown name does exist."""
-    name = path.rpartition(".")[2]
+    """Name the setting meant by its whole path, or where in the configuration the name exists."""
+    parent, _, name = path.rpartition(".")
+    near = "unknown setting; did you mean "
+    if parent and message.startswith(near):
+        return f"{near}{parent}.{message.removeprefix(near)}"
     if message.startswith("unknown setting; known here"):
-        found = sorted({p for p, _, _ in settings_of(root) if p.rpartition(".")[2] == name})
+        found = sorted({s.path for s in settings_of(root) if s.path.rpartition(".")[2] == name})
         if found:
             return f"unknown setting; did you mean {' or '.join(found)}?"
     return message

@@ -4,6 +4,7 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -121,19 +122,23 @@ def _attrs_factory(annotation: object, converter: cattrs.BaseConverter) -> Hook:
     fields = {field.name: field for field in attrs.fields(owner) if field.init}
 
     def hook(value: object, _: object) -> object:
+        if isinstance(value, owner):
+            return value  # a default that an outer class gave
         if not isinstance(value, Mapping):
             raise TypeError(f"expected a table of settings, got {shown(value)}")
         problems = [(name, unknown_setting(name, owner)) for name in value if name not in fields]
         arguments: dict[str, object] = {}
+
+        def fill(name: str, field: "attrs.Attribute[object]") -> None:
+            given = _on_top_of(value[name], default_of(field))
+            arguments[name] = _structure(converter, given, field.type)
+            _validate(owner, field, arguments[name])
+
         for name, field in fields.items():
             if name in value:
-                try:
-                    arguments[name] = _structure(converter, value[name], field.type)
-                    _validate(owner, field, arguments[name])
-                except StructureError as error:
-                    problems += [(f"{name}.{path}".rstrip("."), m) for path, m in error.problems]
-                except (TypeError, ValueError) as error:
-                    problems.append((name, str(error)))
+                problems += [
+                    (f"{name}.{path}".rstrip("."), m) for path, m in _tried(fill, name, field)
+                ]
             elif field.default is attrs.NOTHING:
                 problems.append((name, "required setting is missing"))
         if not problems:
@@ -145,6 +150,56 @@ def _attrs_factory(annotation: object, converter: cattrs.BaseConverter) -> Hook:
         raise StructureError(problems)
 
     return hook
+
+
+def _tried(
+    fill: Callable[[str, "attrs.Attribute[object]"], None],
+    name: str,
+    field: "attrs.Attribute[object]",
+) -> list[tuple[str, str]]:
+    """Fill one field; the problems that came up, with their paths below it."""
+    try:
+        fill(name, field)
+    except StructureError as error:
+        return error.problems
+    except (TypeError, ValueError) as error:
+        return [("", str(error))]
+    return []
+
+
+def default_of(field: "attrs.Attribute[object]") -> object:
+    """The default value of a field; `attrs.NOTHING` if it has none."""
+    factory = getattr(field.default, "factory", None)  # of an attrs.Factory, typed as a function
+    if factory is None:
+        return field.default
+    return attrs.NOTHING if getattr(field.default, "takes_self", False) else factory()
+
+
+def _on_top_of(value: object, base: object) -> object:
+    """A table of settings completed from the value that the class has there by default.
+
+    ``loop.group_size=4`` changes one setting of the default `loop` and keeps the others. A table
+    that names another `kind` than the default's begins afresh.
+    """
+    owner = attrs_class(type(base))
+    if owner is None or has_own_form(base) or not isinstance(value, Mapping):
+        return value
+    kind = value.get("kind", kind_of(owner))
+    names = {field.name for field in attrs.fields(owner) if field.init}
+    if kind != kind_of(owner) and "kind" not in names:
+        return value
+    completed: dict[str, object] = {name: getattr(base, name) for name in names}
+    for name, given in value.items():
+        completed[name] = _on_top_of(given, completed.get(name))
+    return _Completed(completed, kind=kind)
+
+
+class _Completed(dict[str, object]):
+    """A completed table; knows its kind, which only a union asks for."""
+
+    def __init__(self, values: Mapping[str, object], *, kind: object) -> None:
+        super().__init__(values)
+        self.kind = kind
 
 
 def _validate(
@@ -191,10 +246,12 @@ def _union_factory(annotation: object, converter: cattrs.BaseConverter) -> Hook:
     known = ", ".join(sorted(members))
 
     def hook(value: object, _: object) -> object:
+        if isinstance(value, tuple(members.values())):
+            return value
         if not isinstance(value, Mapping):
             raise TypeError(f"expected a table with a `kind` ({known}), got {shown(value)}")
         rest = dict(value)
-        kind = rest.pop("kind", None)
+        kind = rest.pop("kind", value.kind if isinstance(value, _Completed) else None)
         if not isinstance(kind, str) or kind not in members:
             raise ValueError(f"expected `kind` to be one of {known}; got {kind!r}")
         return converter.structure(rest, members[kind])
@@ -234,6 +291,8 @@ def _tuple_factory(annotation: object, converter: cattrs.BaseConverter) -> Hook:
 
 
 def _structure_own_form(value: object, annotation: object) -> object:
+    if has_own_form(value):
+        return value
     return _target(annotation).from_config(value)  # type: ignore[attr-defined]  # has_own_form
 
 
@@ -261,8 +320,36 @@ def make_converter() -> cattrs.Converter:
     return converter
 
 
-def settings_of(annotation: object) -> Iterator[tuple[str, "attrs.Attribute[object]", type]]:
-    """Yield (dotted path, attribute, owning class) of every leaf setting below a config class.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One leaf of a configuration class."""
+
+    path: str
+    """Dotted path from the root class."""
+
+    field: "attrs.Attribute[object]"
+    """The field itself."""
+
+    owner: type["attrs.AttrsInstance"]
+    """The class that holds it."""
+
+    default: object
+    """What it is if nobody sets it; `attrs.NOTHING` if somebody must."""
+
+    kind: str | None
+    """The kind of the nearest union that it belongs to, if any."""
+
+
+def settings_of(
+    annotation: object, *, prefix: str = "", base: object = None, kind: str | None = None
+) -> Iterator[Setting]:
+    """Yield every leaf setting below a configuration class.
+
+    Args:
+        annotation: the class.
+        prefix: what paths begin with.
+        base: an instance whose values are the defaults; None for the class's own.
+        kind: of the union that the class was chosen from.
 
     Raises:
         TypeError: if the annotation names no attrs class.
@@ -274,12 +361,18 @@ def settings_of(annotation: object) -> Iterator[tuple[str, "attrs.Attribute[obje
     for field in attrs.fields(owner):
         if not field.init:
             continue
+        default = getattr(base, field.name) if isinstance(base, owner) else default_of(field)
+        path = f"{prefix}{field.name}"
         nested = _nested_classes(field.type)
         if not nested:
-            yield field.name, field, owner
+            yield Setting(path=path, field=field, owner=owner, default=default, kind=kind)
         for member in nested:
-            for path, attribute, inner_owner in settings_of(member):
-                yield f"{field.name}.{path}", attribute, inner_owner
+            yield from settings_of(
+                member,
+                prefix=f"{path}.",
+                base=default,
+                kind=kind_of(member) if len(nested) > 1 else kind,
+            )
 
 
 def _nested_classes(annotation: object) -> tuple[type, ...]:

@@ -136,24 +136,16 @@ def settings_help(config_class: type, *, width: int = 100) -> str:
     lines: list[str] = []
     seen: set[str] = set()
     docs: dict[type, dict[str, str]] = {}
-    for path, field, owner in settings_of(config_class):
-        if owner not in docs:
-            docs[owner] = field_docs(owner)
-        if field.default is attrs.NOTHING:
-            default = "required"
-        elif isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-            default = "derived default"
-        else:
-            default = _toml(field.default)
-        title = f"{path}  ({_type_text(field.type)}; {default})"
+    for setting in settings_of(config_class):
+        if setting.owner not in docs:
+            docs[setting.owner] = field_docs(setting.owner)
+        default = "required" if setting.default is attrs.NOTHING else _toml(setting.default)
+        only = f", with kind={setting.kind}" if setting.kind else ""
+        title = f"  {setting.path}  ({_type_text(setting.field.type)}; {default}{only})"
         if title in seen:
             continue
         seen.add(title)
-        lines.append(f"  {title}")
-        lines += textwrap.wrap(
-            docs[owner].get(field.name, ""),
-            width,
-            initial_indent="      ",
-            subsequent_indent="      ",
-        )
+        lines.append(title)
+        text = docs[setting.owner].get(setting.field.name, "")
+        lines += textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

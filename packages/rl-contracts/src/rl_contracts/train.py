@@ -218,6 +218,13 @@ class Checkpointable(Protocol):
         """Take all of it back."""
 
 
+class PretrainedExporter(Protocol):
+    """Can leave its model behind as others read it."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face folder: weights as safetensors, configuration, tokenizer."""
+
+
 class WeightSink(Protocol):
     """Anything that takes new weights: a sampler, a checkpoint writer, a test."""
 

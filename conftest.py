@@ -1,0 +1,8 @@
+"""Runs every Python block of every README as a test."""
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md"]
+).pytest()

@@ -1,0 +1,178 @@
+"""The two Ray actors of an example: a trainer rank and a sampler. Wiring, no algorithm."""
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+
+from async_policy import Actor
+from device_env import snapshot
+from rl_contracts import Completion, PolicyVersion, SamplingParams
+from rl_contracts.train import (
+    Checkpointable,
+    LossFn,
+    PackedBatch,
+    PretrainedExporter,
+    StepResult,
+    TrainEngine,
+)
+from rollout_vllm import PublishedWeights, VllmConfig, VllmSampler, publish_weights
+
+
+class Engine(TrainEngine, Checkpointable, PretrainedExporter, Protocol):
+    """What the trainer needs of an engine: engine-fsdp and engine-veomni both fit."""
+
+
+MakeEngine = Callable[[int, int, str], Engine]
+"""(rank, number of ranks, where they meet) to an engine; runs in the rank's own process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """One training step as the loop sees it."""
+
+    step: StepResult
+    metrics: dict[str, float]
+    seconds: float
+
+
+@final
+class TrainerRank:
+    """One rank of the trainer; Ray runs it in a process of its own."""
+
+    def __init__(
+        self, make_engine: MakeEngine, *, rank: int, num_ranks: int, meeting_point: str
+    ) -> None:
+        self._rank = rank
+        self._engine = make_engine(rank, num_ranks, meeting_point)
+
+    def environment(self) -> dict[str, str]:
+        """The variables that this process sees, for the run folder."""
+        return snapshot(os.environ)
+
+    def train(self, micro_batches: list[PackedBatch], loss_fn: LossFn[PackedBatch]) -> TrainResult:
+        """One optimizer step on this rank's share."""
+        begin = time.monotonic()
+        metrics = self._engine.forward_backward(micro_batches, loss_fn)
+        step = self._engine.optim_step()
+        return TrainResult(step=step, metrics=metrics, seconds=time.monotonic() - begin)
+
+    def publish(self, folder: Path, dtype: str) -> PublishedWeights | None:
+        """Put the weights where the sampler finds them; rank 0 writes, the others take part."""
+        weights = self._engine.export_weights()
+        if self._rank > 0:
+            for _ in weights:
+                pass
+            return None
+        return publish_weights(
+            weights, version=self._engine.policy_version, folder=folder, dtype=dtype
+        )
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the engine's complete state."""
+        self._engine.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take it back."""
+        self._engine.load_checkpoint(folder)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self._engine.save_pretrained(folder)
+
+
+@final
+class Trainer:
+    """All ranks of the trainer, called together."""
+
+    def __init__(self, ranks: Sequence[Actor[TrainerRank]], *, weights_folder: Path) -> None:
+        self.ranks = tuple(ranks)
+        self._weights_folder = weights_folder
+
+    async def train(
+        self, shares: Sequence[list[PackedBatch]], loss_fn: LossFn[PackedBatch]
+    ) -> TrainResult:
+        """One optimizer step; `shares` holds each rank's micro-batches."""
+        results = await asyncio.gather(
+            *(
+                rank.call(TrainerRank.train, share, loss_fn)
+                for rank, share in zip(self.ranks, shares, strict=True)
+            )
+        )
+        return results[0]
+
+    async def publish(self, dtype: str) -> PublishedWeights:
+        """Put the present weights where a sampler finds them."""
+        results = await asyncio.gather(
+            *(rank.call(TrainerRank.publish, self._weights_folder, dtype) for rank in self.ranks)
+        )
+        published = results[0]
+        assert published is not None  # rank 0 publishes
+        return published
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        """Write the engine's complete state."""
+        await self._all(TrainerRank.save_checkpoint, folder)
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        """Take it back."""
+        await self._all(TrainerRank.load_checkpoint, folder)
+
+    async def save_pretrained(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        await self._all(TrainerRank.save_pretrained, folder)
+
+    async def _all(self, method: Callable[[TrainerRank, Path], None], folder: Path) -> None:
+        await asyncio.gather(*(rank.call(method, folder) for rank in self.ranks))
+
+    def clean(self) -> None:
+        """Remove weights that no sampler took."""
+        shutil.rmtree(self._weights_folder, ignore_errors=True)
+
+
+@final
+class SamplerActor:
+    """A vLLM sampler in an asynchronous Ray actor: many requests at once."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._sampler: VllmSampler | None = None
+
+    async def start(self, version: PolicyVersion) -> None:
+        """Start vLLM with the weights of the model folder, under this version."""
+        self._sampler = await VllmSampler.start(self._config, policy_version=version)
+
+    def _running(self) -> VllmSampler:
+        if self._sampler is None:
+            raise RuntimeError("expected a started sampler; call start first")
+        return self._sampler
+
+    async def sample(
+        self, prompt_ids: tuple[int, ...], num_samples: int, params: SamplingParams
+    ) -> list[Completion]:
+        """See `rl_contracts.Sampler.sample`."""
+        return await self._running().sample(prompt_ids, num_samples=num_samples, params=params)
+
+    async def load(self, published: PublishedWeights) -> None:
+        """Take published weights; running requests go on with them."""
+        await self._running().load_published(published)
+
+    async def environment(self) -> dict[str, str]:
+        """The variables that this process sees, for the run folder."""
+        return snapshot(os.environ)
+
+    async def close(self) -> None:
+        """End vLLM and its processes."""
+        if self._sampler is not None:
+            await self._sampler.close()
+
+
+def use_threads(num_threads: int) -> None:
+    """How many cores a trainer rank computes on."""
+    torch.set_num_threads(num_threads)

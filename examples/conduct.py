@@ -1,0 +1,444 @@
+"""One run from its first actor to its report: start, loop, evaluate, checkpoint, stop, report."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import attrs
+from actors import MakeEngine, SamplerActor, Trainer, TrainerRank
+from grpo import Group, LoopConfig, Task, sample_group, train
+from rich.console import Console
+from run_folder import RunFolder
+from transformers import AutoTokenizer
+
+from async_policy import (
+    Actor,
+    Checkpoint,
+    Cluster,
+    Scheduler,
+    local_cluster,
+    read_json,
+    wait_ready,
+    write_json,
+)
+from device_env import Report, worker_environment
+from rl_contracts import PolicyVersion, SamplingParams
+from rl_metrics import (
+    CompletionPair,
+    MetricsWriter,
+    ProgressDisplay,
+    plot_run,
+    print_completions,
+    read_completions,
+    read_metrics,
+    read_run,
+    write_completions,
+    write_report,
+)
+from rl_tasks import EncodedProblem, Problem, Reward, encode_problems
+from rollout_vllm import VllmConfig
+
+READY_TIMEOUT_S = 600.0
+"""How long an actor may take to be ready: far above the 20 to 60 s seen on two busy cores."""
+
+NUM_SHOWN = 6
+"""Answers shown before and after."""
+
+
+@attrs.frozen(kw_only=True)
+class RunSettings:
+    """Where a run lives and what it may use."""
+
+    folder: Path = Path("runs")
+    """Holds one folder per run."""
+
+    checkpoint_every: int = attrs.field(default=8, validator=attrs.validators.ge(1))
+    """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C."""
+
+    trainer_threads: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
+    )
+    """Cores that each trainer rank computes on; none: all that this process may use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """An example's choices, put together from its configuration without loading anything."""
+
+    name: str
+    """Begins the run folder's name."""
+
+    title: str
+    """Heads the report."""
+
+    num_ranks: int
+    """Trainer processes."""
+
+    make_engine: MakeEngine
+    """Makes a rank's engine in its own process."""
+
+    engine_config: attrs.AttrsInstance
+    """The engine's configuration, for the record."""
+
+    sampler: VllmConfig
+    """The sampler's configuration."""
+
+    prepare_model: Callable[[], Path]
+    """Makes sure that the model to begin with is there; returns its folder."""
+
+    train: Sequence[Problem]
+    """Problems to train on."""
+
+    heldout: Sequence[Problem]
+    """Problems that are never trained on."""
+
+    rewards: Mapping[str, Reward]
+    """How answers are rewarded, by the problems' data source."""
+
+    try_next: Sequence[str]
+    """Command lines that the user may want to run after this."""
+
+
+def conduct(
+    job: Job,
+    loop: LoopConfig,
+    settings: RunSettings,
+    folder: RunFolder,
+    machine: Report,
+    console: Console,
+) -> bool:
+    """Run or go on with a job; False if Ctrl-C ended it before its last step."""
+    console.print(f"run folder  {folder.path}", highlight=False, markup=False)
+    checkpoint = folder.store.latest()
+    model = job.prepare_model()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    max_prompt_tokens = job.sampler.max_model_len - loop.max_new_tokens
+    encode = functools.partial(
+        encode_problems, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong="error"
+    )
+    task = Task(
+        train=encode(job.train).problems,
+        heldout=encode(job.heldout).problems,
+        rewards=job.rewards,
+        tokenizer=tokenizer,
+    )
+    threads = settings.trainer_threads or len(os.sched_getaffinity(0))
+    environment = worker_environment(machine.device, num_threads=threads)
+    with (
+        local_cluster(num_cpus=job.num_ranks + 1, environment=environment) as cluster,
+        tempfile.TemporaryDirectory(prefix="rl-weights-", dir=shared_memory()) as weights,
+    ):
+        conductor = Conductor(
+            job=job,
+            loop=loop,
+            settings=settings,
+            folder=folder,
+            console=console,
+            task=task,
+            checkpoint=checkpoint,
+        )
+        try:
+            finished = asyncio.run(conductor.run(cluster, Path(weights)))
+        except asyncio.CancelledError as error:
+            raise KeyboardInterrupt from error
+    report(job, folder, console, finished=finished)
+    return finished
+
+
+def shared_memory() -> Path:
+    """A folder in memory where there is one: weights go through it."""
+    shm = Path("/dev/shm")  # noqa: S108  # a private folder is made inside it
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conductor:
+    """The run's parts while it is running."""
+
+    job: Job
+    loop: LoopConfig
+    settings: RunSettings
+    folder: RunFolder
+    console: Console
+    task: Task
+    checkpoint: Checkpoint | None
+
+    async def run(self, cluster: Cluster, weights: Path) -> bool:
+        """Start the actors, run the loop, save the model; False if Ctrl-C came first."""
+        with interruptible() as stop:
+            scheduler = self.scheduler()
+            trainer = start_trainer(cluster, self.job, weights)
+            sampler = cluster.actor("sampler").start(SamplerActor, self.job.sampler)
+            with self.console.status("starting vLLM, Ray and the engine ..."):
+                await asyncio.gather(
+                    wait_ready(trainer.ranks, timeout_s=READY_TIMEOUT_S),
+                    sampler.call(SamplerActor.start, PolicyVersion(0)),
+                )
+            await self.record_environments(trainer, sampler)
+            if self.checkpoint is not None:
+                await trainer.load_checkpoint(self.checkpoint.path / "engine")
+            try:
+                await self.loop_with_display(scheduler, trainer, sampler, stop)
+            finally:
+                await sampler.call(SamplerActor.close)
+            if not scheduler.finished:
+                return False
+            model = self.folder.path / "model"
+            if not model.exists():
+                await trainer.save_pretrained(model)
+            return True
+
+    def scheduler(self) -> Scheduler:
+        """Where the run stands: at its beginning, or at its checkpoint."""
+        schedule = self.loop.schedule()
+        if self.checkpoint is None:
+            return Scheduler(schedule)
+        state = read_json(self.checkpoint.path / "scheduler.json")
+        if not isinstance(state, dict):
+            raise ValueError(f"expected a table in {self.checkpoint.path / 'scheduler.json'}")
+        return Scheduler.from_state(state, schedule)
+
+    async def record_environments(self, trainer: Trainer, sampler: Actor[SamplerActor]) -> None:
+        """Write down what each worker process really sees."""
+        seen = {"sampler": await sampler.call(SamplerActor.environment)}
+        for index, rank in enumerate(trainer.ranks):
+            seen[f"trainer rank {index}"] = await rank.call(TrainerRank.environment)
+        (self.folder.path / "environments.json").write_text(json.dumps(seen, indent=1))
+
+    async def loop_with_display(
+        self, scheduler: Scheduler, trainer: Trainer, sampler: Actor[SamplerActor], stop: "Stop"
+    ) -> None:
+        """The loop, with its display, metrics, evaluations and checkpoints."""
+        done = int(scheduler.trained_version)
+        metrics_path = self.folder.path / "metrics.jsonl"
+        answers = self.folder.path / "completions.json"
+        evaluate = functools.partial(self.evaluate, sampler)
+        earlier = time_so_far(metrics_path, done)
+        begin = time.monotonic()
+        with (
+            open_metrics(metrics_path, done) as writer,
+            ProgressDisplay(
+                num_steps=self.loop.num_steps, done_steps=done, console=self.console
+            ) as display,
+        ):
+
+            async def finish_step(step: int, metrics: dict[str, float]) -> bool:
+                metrics["time/elapsed/seconds"] = earlier + time.monotonic() - begin
+                writer.write(step, metrics)
+                display.update(step, metrics)
+                last = step == self.loop.num_steps
+                if step % self.settings.checkpoint_every == 0 or last or stop.requested:
+                    display.stage("writing a checkpoint")
+                    await self.write_checkpoint(step, scheduler, trainer)
+                return not stop.requested
+
+            stop.prepare(display.say)
+            if done == 0:
+                display.stage("answering the held-out problems")
+                before = await self.greedy_answers(sampler)
+                write_completions(before, answers)
+                first = await evaluate()
+                writer.write(0, first)
+                display.update(0, first)
+            display.stage("sampling and training")
+            await train(
+                self.loop,
+                self.task,
+                scheduler,
+                trainer,
+                sampler,
+                dtype=self.job.sampler.dtype,
+                evaluate=evaluate,
+                finish_step=finish_step,
+            )
+            after = await self.greedy_answers(sampler)
+            write_completions(joined(read_completions(answers), after), answers)
+
+    async def evaluate(self, sampler: Actor[SamplerActor]) -> dict[str, float]:
+        """Mean reward on the held-out problems, sampled as in training."""
+        begin = time.monotonic()
+        groups = await self.answer(
+            sampler,
+            self.task.heldout,
+            num_samples=self.loop.evaluation_samples,
+            temperature=self.loop.temperature,
+        )
+        rewards = [reward for group in groups for reward in group.rewards]
+        lengths = [len(c.token_ids) for group in groups for c in group.completions]
+        return {
+            "reward/heldout/mean": sum(rewards) / len(rewards),
+            "length/heldout/mean": sum(lengths) / len(lengths),
+            "time/evaluate/seconds": time.monotonic() - begin,
+        }
+
+    async def greedy_answers(self, sampler: Actor[SamplerActor]) -> list[CompletionPair]:
+        """The likeliest answers to a few held-out problems, as the `before` of pairs."""
+        groups = await self.answer(
+            sampler, self.task.heldout[:NUM_SHOWN], num_samples=1, temperature=0.0
+        )
+        return [
+            CompletionPair(
+                prompt=group.problem.problem.messages[-1].content,
+                ground_truth=group.problem.problem.ground_truth,
+                before=group.texts[0],
+                after="",
+                reward_before=group.rewards[0],
+                reward_after=None,
+            )
+            for group in groups
+        ]
+
+    async def answer(
+        self,
+        sampler: Actor[SamplerActor],
+        problems: Sequence[EncodedProblem],
+        *,
+        num_samples: int,
+        temperature: float,
+    ) -> list[Group]:
+        """Sample and reward held-out problems; the same seeds each time."""
+        params = SamplingParams(
+            max_new_tokens=self.loop.max_new_tokens,
+            temperature=temperature,
+            seed=self.loop.seed if temperature > 0.0 else None,
+        )
+        return await asyncio.gather(
+            *(
+                sample_group(
+                    self.task,
+                    sampler,
+                    problem,
+                    params,
+                    num_samples=num_samples,
+                    group_id=problem.problem.problem_id,
+                )
+                for problem in problems
+            )
+        )
+
+    async def write_checkpoint(self, step: int, scheduler: Scheduler, trainer: Trainer) -> None:
+        """Engine and scheduler into a new folder that becomes current by one rename."""
+        running = asyncio.get_running_loop()
+
+        def fill(folder: Path) -> None:
+            # In a thread of the store's; the engine saves in its own process meanwhile.
+            saving = trainer.save_checkpoint((folder / "engine").absolute())
+            asyncio.run_coroutine_threadsafe(saving, running).result()
+            write_json(folder / "scheduler.json", scheduler.state())
+
+        await asyncio.to_thread(self.folder.store.write, step, fill)
+
+
+def start_trainer(cluster: Cluster, job: Job, weights: Path) -> Trainer:
+    """One actor per rank; they meet through a file."""
+    meeting_point = f"file://{weights / 'ranks-meet-here'}"
+    ranks = [
+        cluster.actor(f"trainer rank {rank}").start(
+            TrainerRank,
+            job.make_engine,
+            rank=rank,
+            num_ranks=job.num_ranks,
+            meeting_point=meeting_point,
+        )
+        for rank in range(job.num_ranks)
+    ]
+    return Trainer(ranks, weights_folder=weights / "published")
+
+
+def open_metrics(path: Path, done: int) -> MetricsWriter:
+    """A new file, or the old one without what came after the checkpoint."""
+    if done > 0:
+        return MetricsWriter.resume(path, last_step=done)
+    path.unlink(missing_ok=True)  # of a run that was killed before its first checkpoint
+    return MetricsWriter.create(path)
+
+
+def time_so_far(path: Path, done: int) -> float:
+    """Seconds that the run took before it was resumed."""
+    if done == 0:
+        return 0.0
+    seconds = [
+        r.values.get("time/elapsed/seconds", 0.0) for r in read_metrics(path) if r.step <= done
+    ]
+    return max(seconds, default=0.0)
+
+
+def joined(before: list[CompletionPair], after: list[CompletionPair]) -> list[CompletionPair]:
+    """The answers of two times side by side."""
+    return [
+        dataclasses.replace(first, after=second.before, reward_after=second.reward_before)
+        for first, second in zip(before, after, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class Stop:
+    """What Ctrl-C asked for."""
+
+    requested: bool = False
+    """The loop ends after its present step, with a checkpoint."""
+
+    say: Callable[[str], None] | None = None
+    """How to tell the user; None while there is no step to finish."""
+
+    def prepare(self, say: Callable[[str], None]) -> None:
+        """From now on there is a step to finish."""
+        self.say = say
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Stop]:
+    """Let the first Ctrl-C (or SIGTERM) finish the step, and the second end the run at once."""
+    stop = Stop()
+    running = asyncio.get_running_loop()
+    main_task = asyncio.current_task()
+    assert main_task is not None  # noqa: S101  # called from a coroutine
+
+    def interrupted() -> None:
+        if stop.say is None or stop.requested:
+            main_task.cancel()
+            return
+        stop.requested = True
+        stop.say("finishing this step, then a checkpoint; Ctrl-C again ends at once")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running.add_signal_handler(number, interrupted)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            running.remove_signal_handler(number)
+
+
+def report(job: Job, folder: RunFolder, console: Console, *, finished: bool) -> None:
+    """Plot and page from what is in the run folder; the end of the story on the terminal."""
+    records = read_metrics(folder.path / "metrics.jsonl")
+    plot_run(records, folder.path / "plot.png", title=job.title)
+    write_report(read_run(folder.path, title=job.title), folder.path / "report.html")
+    heldout = [
+        r.values["reward/heldout/mean"] for r in records if "reward/heldout/mean" in r.values
+    ]
+    pairs = read_completions(folder.path / "completions.json")
+    lines = [
+        "",
+        f"reward on held-out problems: {heldout[0]:.2f} before, {heldout[-1]:.2f} now",
+        f"report      {folder.path / 'report.html'}",
+    ]
+    if finished:
+        print_completions(pairs, console=console)
+        lines += [
+            f"model       {folder.path / 'model'}  (a Hugging Face folder)",
+            f"longer      --resume {folder.path} loop.num_steps={records[-1].step * 2}",
+            *(f"try next    {command}" for command in job.try_next),
+        ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

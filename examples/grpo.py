@@ -1,0 +1,316 @@
+"""GRPO, DAPO or GSPO over a trainer, a sampler and a task: the loop that the examples share.
+
+    draw prompts -> sample groups -> reward -> advantages -> pack -> loss, step -> publish
+
+`async_policy.Rollouts` owns *when* groups are sampled: with `max_staleness` 0 strictly in turn,
+with 1 while the trainer works on the step before. Everything else is in view here.
+"""
+
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import attrs
+import torch
+from actors import SamplerActor, Trainer
+from jaxtyping import Float
+from torch import Tensor
+
+from algos_gspo_dapo_grpo import (
+    BatchCounts,
+    DapoLoss,
+    GroupAdvantages,
+    GrpoAdvantages,
+    GrpoLoss,
+    PolicyLoss,
+    Sequences,
+    group_advantages,
+    group_ids_of,
+    mismatch_metrics,
+    policy_loss,
+)
+from async_policy import Actor, Batch, Rollouts, Scheduler, SchedulerConfig, Ticket
+from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
+from rl_contracts.packing import pack
+from rl_contracts.train import LossOutput, PackedBatch
+from rl_tasks import EncodedProblem, PromptOrder, Reward, Tokenizer, decode_completion, grade
+
+
+@attrs.frozen(kw_only=True)
+class LoopConfig:
+    """The loop: how much is sampled, how stale it may be, and what is learned from it."""
+
+    num_steps: int = attrs.field(validator=attrs.validators.ge(1))
+    """Optimizer steps of the whole run."""
+
+    groups_per_step: int = attrs.field(default=8, validator=attrs.validators.ge(1))
+    """Prompts that one optimizer step consumes. Default: docs/first_run.md."""
+
+    group_size: int = attrs.field(default=8, validator=attrs.validators.ge(2))
+    """Completions of one prompt, which share a baseline. Default: docs/first_run.md."""
+
+    max_staleness: int = attrs.field(default=1, validator=attrs.validators.ge(0))
+    """Most optimizer steps between a trajectory's oldest token and the weights trained on it.
+
+    0 samples and trains strictly in turn; the default overlaps them by one step."""
+
+    max_new_tokens: int = attrs.field(validator=attrs.validators.ge(1))
+    """Longest completion, in tokens."""
+
+    temperature: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))
+    """Divides the logits, in the sampler and in the trainer alike."""
+
+    max_tokens_per_micro_batch: int = attrs.field(default=2048, validator=attrs.validators.ge(1))
+    """Token budget of one forward pass: bounds memory, changes no result."""
+
+    advantages: GroupAdvantages = attrs.field(factory=GrpoAdvantages)
+    """How rewards become advantages."""
+
+    loss: PolicyLoss = attrs.field(factory=GrpoLoss)
+    """The policy loss; its ratio is taken against the logprobs that the sampler reported."""
+
+    evaluate_every: int = attrs.field(default=8, validator=attrs.validators.ge(1))
+    """Optimizer steps between evaluations on the held-out problems; also before and after."""
+
+    evaluation_samples: int = attrs.field(default=2, validator=attrs.validators.ge(1))
+    """Completions per held-out problem in an evaluation."""
+
+    seed: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    """Of the prompt order and of the sampling."""
+
+    @loss.validator
+    def _only_what_takes_effect(self, _: object, loss: PolicyLoss) -> None:
+        if not isinstance(loss, DapoLoss) and loss.kl is not None:
+            raise ValueError(
+                "this loop keeps no reference policy, so a KL term has nothing to be measured "
+                "against; leave loss.kl at none"
+            )
+        if loss.rollout_correction is not None:
+            raise ValueError(
+                "this loop takes the ratio against the sampler's own logprobs, so a rollout "
+                "correction would always be 1; leave loss.rollout_correction at none"
+            )
+
+    def schedule(self) -> SchedulerConfig:
+        """The scheduler's part of these settings."""
+        return SchedulerConfig(
+            num_steps=self.num_steps,
+            groups_per_step=self.groups_per_step,
+            max_staleness=self.max_staleness,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """Problems to train on, problems never trained on, and how answers are rewarded."""
+
+    train: Sequence[EncodedProblem]
+    heldout: Sequence[EncodedProblem]
+    rewards: Mapping[str, Reward]
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The completions of one prompt with their rewards; NaN where none could be given."""
+
+    problem: EncodedProblem
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
+    rewards: tuple[float, ...]
+    group_id: str
+
+    def trajectories(self) -> list[Trajectory]:
+        """One per completion."""
+        return [
+            Trajectory.from_completion(
+                self.problem.prompt_ids,
+                completion,
+                trajectory_id=f"{self.group_id}/{member}",
+                group_id=self.group_id,
+            )
+            for member, completion in enumerate(self.completions)
+        ]
+
+
+def loss_of(
+    policy_logprobs: Float[Tensor, " tokens"],
+    batch: PackedBatch,
+    *,
+    config: PolicyLoss,
+    counts: BatchCounts,
+) -> LossOutput:
+    """The policy loss of one micro-batch, its ratio taken against the sampler's logprobs.
+
+    There is one optimizer step per batch, so the trainer's own start-of-step logprobs would make
+    every ratio 1 and the clip inert. Against the sampler's the clip bounds staleness too.
+    """
+    sequences = Sequences.packed(batch.cu_seqlens, num_tokens=batch.token_ids.shape[0])
+    share = policy_loss(
+        policy_logprobs,
+        proximal_logprobs=batch.rollout_logprobs,
+        advantages=batch.advantages,
+        loss_mask=batch.loss_mask,
+        sequences=sequences,
+        config=config,
+        counts=counts,
+    )
+    mismatch = mismatch_metrics(
+        policy_logprobs.detach(), batch.rollout_logprobs, batch.loss_mask, counts=counts
+    )
+    return LossOutput(loss=share.loss, metrics={**share.metrics, **mismatch})
+
+
+async def sample_group(
+    task: Task,
+    sampler: Actor[SamplerActor],
+    problem: EncodedProblem,
+    params: SamplingParams,
+    *,
+    num_samples: int,
+    group_id: str,
+) -> Group:
+    """Sample completions of one problem and reward them."""
+    completions = await sampler.call(SamplerActor.sample, problem.prompt_ids, num_samples, params)
+    texts = [decode_completion(task.tokenizer, c.token_ids) for c in completions]
+    results = [
+        grade(task.rewards, problem.problem, text=text, finish_reason=completion.finish_reason)
+        for text, completion in zip(texts, completions, strict=True)
+    ]
+    return Group(
+        problem=problem,
+        completions=tuple(completions),
+        texts=tuple(texts),
+        rewards=tuple(float("nan") if r.value is None else r.value for r in results),
+        group_id=group_id,
+    )
+
+
+async def train(
+    config: LoopConfig,
+    task: Task,
+    scheduler: Scheduler,
+    trainer: Trainer,
+    sampler: Actor[SamplerActor],
+    *,
+    dtype: str,
+    evaluate: Callable[[], Awaitable[dict[str, float]]],
+    finish_step: Callable[[int, dict[str, float]], Awaitable[bool]],
+) -> None:
+    """Run the loop from the scheduler's present step to its last.
+
+    Args:
+        config: the loop's settings.
+        task: problems and rewards.
+        scheduler: where the run stands.
+        trainer: the policy, at the scheduler's version.
+        sampler: has weights of any version.
+        dtype: that the sampler takes weights in.
+        evaluate: measures the published policy on the held-out problems.
+        finish_step: records step number and metrics, keeps checkpoints; False ends the run.
+    """
+    order = PromptOrder(num_problems=len(task.train), seed=config.seed)
+    draws = order.take(scheduler.config.num_groups)
+
+    async def sample(ticket: Ticket) -> Group:
+        params = SamplingParams(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=config.seed * scheduler.config.num_groups + ticket.index,
+        )
+        return await sample_group(
+            task,
+            sampler,
+            task.train[draws[ticket.index].problem],
+            params,
+            num_samples=config.group_size,
+            group_id=f"group-{ticket.index}",
+        )
+
+    async def publish(_: PolicyVersion) -> None:
+        await sampler.call(SamplerActor.load, await trainer.publish(dtype))
+
+    def oldest_version(group: Group) -> PolicyVersion:
+        return min(completion.policy_versions[0] for completion in group.completions)
+
+    async with Rollouts(
+        scheduler, sample=sample, oldest_version=oldest_version, publish=publish
+    ) as rollouts:
+        await rollouts.publish(scheduler.trained_version)
+        begin = time.monotonic()
+        async for batch in rollouts.batches():
+            trajectories, advantages, metrics = prepare(config, batch)
+            shares = pack(
+                trajectories,
+                advantages,
+                max_tokens=config.max_tokens_per_micro_batch,
+                num_ranks=len(trainer.ranks),
+            )
+            counts = BatchCounts(
+                num_tokens=sum(sum(row.loss_mask) for row in trajectories),
+                num_sequences=len(trajectories),
+            )
+            result = await trainer.train(
+                shares, functools.partial(loss_of, config=config.loss, counts=counts)
+            )
+            rollouts.trained(result.step.policy_version)
+            published = time.monotonic()
+            await rollouts.publish(result.step.policy_version)
+            now = time.monotonic()
+            metrics |= {
+                **{name: value for name, value in result.metrics.items() if name != "loss"},
+                "gradient/norm/value": result.step.grad_norm,
+                "policy/version/value": result.step.policy_version,
+                "time/sample/seconds": batch.waited_s,
+                "time/train/seconds": result.seconds,
+                "time/publish/seconds": now - published,
+                "time/step/seconds": now - begin,
+                "throughput/sampled/tokens_per_second": metrics["batch/sampled/tokens"]
+                / (now - begin),
+                "throughput/trained/tokens_per_second": metrics["batch/trained/tokens"]
+                / result.seconds,
+            }
+            begin = now
+            step = result.step.policy_version
+            if step % config.evaluate_every == 0 or step == config.num_steps:
+                metrics |= await evaluate()
+            if not await finish_step(step, metrics):
+                return
+
+
+def prepare(
+    config: LoopConfig, batch: Batch[Group]
+) -> tuple[list[Trajectory], list[float], dict[str, float]]:
+    """Trajectories that carry a gradient, their advantages, and what the batch was like.
+
+    A group whose members have the same reward has advantages of exactly 0 and adds nothing to any
+    gradient: it is counted and left out of the packed batch. Denominators are those of what is
+    left, as DAPO's dynamic sampling has them (arXiv:2503.14476, section 3.2).
+    """
+    groups = batch.groups
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards])
+    ids = group_ids_of([group.group_id for group in groups for _ in group.rewards])
+    values = group_advantages(rewards, ids, config=config.advantages).tolist()
+    rows = [trajectory for group in groups for trajectory in group.trajectories()]
+    kept = [(row, value) for row, value in zip(rows, values, strict=True) if value != 0.0]
+    # A step without any gradient is still a step: one row of advantage 0 stands for it.
+    kept = kept or [(rows[0], 0.0)]
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    scored = rewards[~rewards.isnan()]
+    metrics = {
+        "reward/train/mean": scored.mean().item() if len(scored) else 0.0,
+        "reward/unscorable/count": float(len(rewards) - len(scored)),
+        "groups/uniform/fraction": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+        "length/completion/mean": sum(lengths) / len(lengths),
+        "length/stopped/fraction": sum(c.finish_reason == "stop" for c in completions)
+        / len(completions),
+        "staleness/trajectory/mean": sum(batch.staleness) / len(batch.staleness),
+        "staleness/trajectory/max": float(max(batch.staleness)),
+        "batch/sampled/tokens": float(sum(lengths)),
+        "batch/sampled/sequences": float(len(rows)),
+        "batch/trained/sequences": float(len(kept)),
+        "batch/trained/tokens": float(sum(len(row.token_ids) for row, _ in kept)),
+    }
+    return [row for row, _ in kept], [value for _, value in kept], metrics

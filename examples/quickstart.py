@@ -1,0 +1,98 @@
+"""GRPO on single-digit addition: SmolLM2-135M-Instruct learns it on two CPU cores in minutes.
+
+    algorithm  GRPO (or DAPO, GSPO: loop.loss.kind=gspo)
+    model      SmolLM2-135M-Instruct, real pretrained weights
+    training   engine-fsdp over gloo, float32 master weights, bfloat16 compute
+    sampling   rollout-vllm on the CPU
+    wiring     Ray; weights travel through vLLM's own weight-transfer interface
+
+The problems are "What is a + b?" with a and b from 0 to 9. The reward is 1 if the last number of
+the answer is right, halved unless the model ends by itself. Some problems are held out, so that
+the reward on them means something.
+"""
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import attrs
+import torch
+from actors import Engine
+from conduct import Job, RunSettings
+from grpo import LoopConfig
+from launch import main
+from smollm2 import default_cache, smollm2_folder
+
+from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig, init_process_group
+from rl_tasks import AdditionConfig, addition_problems, addition_reward
+from rollout_vllm import VllmConfig
+
+MAX_MODEL_LEN = 64
+"""Longest prompt (17 tokens here) and completion together."""
+
+
+@attrs.frozen(kw_only=True)
+class QuickstartConfig:
+    """Everything that a quickstart run can be told."""
+
+    loop: LoopConfig = attrs.field(
+        factory=lambda: LoopConfig(num_steps=24, max_new_tokens=16, evaluate_every=8)
+    )
+    """The loop."""
+
+    optim: OptimConfig = attrs.field(
+        factory=lambda: OptimConfig(learning_rate=2e-5, weight_decay=0.0)
+    )
+    """The optimizer. Learning rate: docs/first_run.md."""
+
+    task: AdditionConfig = attrs.field(factory=AdditionConfig)
+    """The problems."""
+
+    run: RunSettings = attrs.field(factory=RunSettings)
+    """The run folder and the machine."""
+
+    model_path: Path | None = None
+    """A Hugging Face folder to train instead of SmolLM2-135M-Instruct."""
+
+
+def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: FsdpConfig) -> Engine:
+    """One rank's engine, in its own process."""
+    init_process_group(rank=rank, world_size=num_ranks, init_method=meeting_point)
+    return FsdpEngine(config, device=torch.device("cpu"))
+
+
+def make_job(config: QuickstartConfig) -> Job:
+    """Put the run together; loads nothing."""
+    model = config.model_path or default_cache()
+    engine = FsdpConfig(
+        model_path=str(model), optim=config.optim, temperature=config.loop.temperature
+    )
+    problems = addition_problems(config.task)
+    return Job(
+        name="quickstart",
+        title="GRPO on single-digit addition, SmolLM2-135M-Instruct",
+        num_ranks=engine.parallel.world_size,
+        make_engine=functools.partial(make_engine, config=engine),
+        engine_config=engine,
+        sampler=VllmConfig(
+            model=str(model),
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=64,
+            kv_cache_gib=0.5,
+            cpu_threads=len(os.sched_getaffinity(0)),
+        ),
+        prepare_model=lambda: config.model_path or smollm2_folder(),
+        train=problems.train,
+        heldout=problems.heldout,
+        rewards={problems.train[0].data_source: addition_reward()},
+        try_next=(
+            "examples/quickstart.py loop.loss.kind=gspo",
+            "examples/quickstart.py --sync",
+            "examples/grpo_moe.py",
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(QuickstartConfig, make_job, description=__doc__))

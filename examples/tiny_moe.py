@@ -1,0 +1,143 @@
+"""A mixture-of-experts model small enough for a laptop: a Qwen3-MoE that half knows how to sort.
+
+448 thousand parameters, 8 experts of which 2 work on a token, one token per character. A short
+supervised warm-up on demonstrations of which a third are wrong gives it a policy that is right
+sometimes: something for reinforcement learning to find.
+"""
+
+import hashlib
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from rl_tasks import ChatMessage, Problem
+from smollm2 import cache_root
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+CHARACTERS = " 0123456789=orst"
+PAD, END = "<pad>", "<end>"
+MAX_DIGITS = 5
+WARM_UP_STEPS = 300
+WARM_UP_ROWS = 64
+WRONG_SHARE = 0.35
+LEARNING_RATE = 3e-3
+
+
+def sorting_problems(count: int, *, seed: int) -> tuple[Problem, ...]:
+    """Distinct problems such as "sort 5283=" with the answer "2358"."""
+    generator = random.Random(seed)  # noqa: S311  # nothing secret
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        digits = generator.randint(3, MAX_DIGITS)
+        texts["".join(generator.choices("0123456789", k=digits))] = None
+    return tuple(
+        Problem(
+            problem_id=f"sort-{text}",
+            messages=(ChatMessage(role="user", content=f"sort {text}="),),
+            ground_truth="".join(sorted(text)),
+            data_source="sort",
+        )
+        for text in texts
+    )
+
+
+def model_folder() -> Path:
+    """Where the model is kept. The name changes with this file, so that no stale one is used."""
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return cache_root() / f"tiny-moe-{version}"
+
+
+def tiny_moe_folder() -> Path:
+    """The model as a Hugging Face folder; made first if it is not there yet."""
+    target = model_folder()
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        tokenizer = character_tokenizer()
+        model = warmed_up(tokenizer)
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+        if not target.is_dir():
+            work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; a chat is its messages, one after the other."""
+    words = [PAD, END, *CHARACTERS]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=PAD)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def warmed_up(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
+    """A model trained on demonstrations, some of them wrong."""
+    end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
+    torch.manual_seed(0)
+    generator = random.Random(0)  # noqa: S311  # nothing secret
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            moe_intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+            eos_token_id=end,
+            pad_token_id=pad,
+            dtype="float32",
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(WARM_UP_STEPS):
+        rows = [demonstration(tokenizer, generator) for _ in range(WARM_UP_ROWS)]
+        width = max(len(row) for row, _ in rows)
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
+        labels = torch.tensor(
+            [[-100] * prompt + row[prompt:] + [-100] * (width - len(row)) for row, prompt in rows]
+        )
+        loss = model(input_ids=ids, attention_mask=(ids != pad).long(), labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def demonstration(
+    tokenizer: PreTrainedTokenizerFast, generator: random.Random
+) -> tuple[list[int], int]:
+    """Token ids of a problem with an answer, and how many of them are the problem."""
+    digits = generator.choices("0123456789", k=generator.randint(3, MAX_DIGITS))
+    answer = sorted(digits)
+    if generator.random() < WRONG_SHARE:
+        generator.shuffle(answer)
+    prompt = tokenizer.encode(f"sort {''.join(digits)}=")
+    end = tokenizer.convert_tokens_to_ids(END)
+    return [*prompt, *tokenizer.encode("".join(answer)), end], len(prompt)
+
+
+if __name__ == "__main__":
+    print(tiny_moe_folder())

@@ -1,0 +1,31 @@
+# `./run just check` on a laptop is what CI does; every other word is a part of it.
+
+check: lint types imports wheels test
+
+# formatting, rules, the lock
+lint:
+    ruff format --check .
+    ruff check .
+    uv lock --check
+
+# the one gate for types: packages, examples, tools, tests
+types:
+    mypy packages
+    mypy examples
+    mypy tools tests benchmarks conftest.py
+
+# who may import whom
+imports:
+    lint-imports
+
+# every wheel built, installed alone and imported
+wheels:
+    python tools/check_wheels.py
+
+# README examples included; needs no accelerator
+test *args:
+    pytest {{args}}
+
+# what a change to one package needs: the tests that take seconds
+quick *args:
+    pytest -m "not slow" {{args}}

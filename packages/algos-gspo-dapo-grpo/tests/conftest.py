@@ -1,0 +1,19 @@
+"""Shapes and types of every function of the package are checked while its tests run."""
+
+import pytest
+import torch
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+# In force for the first import of the package, whichever test makes it.
+with install_import_hook("algos_gspo_dapo_grpo", "beartype.beartype"):
+    import algos_gspo_dapo_grpo  # noqa: F401
+
+# No deadline: the machine may be busy, and no law here is about time.
+settings.register_profile("algos", deadline=None, max_examples=50, derandomize=True)
+settings.load_profile("algos")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

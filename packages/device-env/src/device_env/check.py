@@ -1,0 +1,175 @@
+"""Does every variable in this environment take effect as it is written?"""
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from packaging.version import Version
+
+from device_env.device import DeviceKind
+from device_env.domains import check_value
+from device_env.findings import Finding, gravest_first
+from device_env.registry import Registry, Variable
+from device_env.rules import RULES, RunFacts, Situation
+
+_DISTRIBUTIONS = frozenset({"vllm", "vllm-ascend", "torch-npu", "torch", "ray", "verl"})
+"""Readers whose version can be asked for; those beyond (CANN, NCCL, ...) are not judged."""
+
+
+def check_environment(
+    environ: Mapping[str, str],
+    versions: Mapping[str, str],
+    *,
+    device_kind: DeviceKind | None = None,
+    facts: RunFacts | None = None,
+    not_installed: Collection[str] = (),
+    vllm_names: Collection[str] | None = None,
+    registry: Registry | None = None,
+) -> list[Finding]:
+    """Find variables that nobody reads, values that nobody takes, and contradictions.
+
+    Args:
+        environ: the environment under check; it need not be that of this process.
+        versions: versions by distribution name: `vllm` (whichever distribution provides it),
+            `vllm-ascend`, `torch-npu`, `torch`, `ray`. What is absent is not judged.
+        device_kind: the device of the run, for rules that depend on it.
+        facts: what the run's configuration says, for rules that depend on it.
+        not_installed: distributions known to be absent; their variables have no reader.
+        vllm_names: every name that the vllm of the run reads, see `names_read_by_vllm`.
+        registry: the facts, by default those that ship with this package.
+
+    Returns:
+        Findings, gravest first; empty when nothing is known against the environment.
+    """
+    registry = Registry.load() if registry is None else registry
+    findings: list[Finding] = []
+    for name in sorted(environ):
+        if name in registry:
+            variable = registry.lookup(name)
+            stale = _stale(variable, versions, not_installed, vllm_names)
+            if stale is not None:
+                findings.append(stale)
+            if stale is None or stale.level == "note":
+                findings.extend(_value_and_age(variable, environ[name], versions))
+        elif name.startswith("VLLM_"):
+            unknown = _unknown_to_vllm(name, versions, vllm_names)
+            if unknown is not None:
+                findings.append(unknown)
+    situation = Situation(
+        environ=environ,
+        versions=versions,
+        device_kind=device_kind,
+        facts=RunFacts() if facts is None else facts,
+    )
+    findings.extend(found for rule in RULES if (found := rule.check(situation)) is not None)
+    return gravest_first(findings)
+
+
+def _stale(
+    variable: Variable,
+    versions: Mapping[str, str],
+    not_installed: Collection[str],
+    vllm_names: Collection[str] | None,
+) -> Finding | None:
+    reader = variable.reader
+    instead = variable.replacement or "nothing known replaces it; remove the variable"
+    fix = f"instead: {instead}" if variable.replacement else instead
+    if variable.never_read:
+        who = "anything" if reader is None else reader
+        message = f"no version of {who} reads it"
+        return Finding(level="warning", variable=variable.name, message=message, fix=fix)
+    if reader is None or reader not in _DISTRIBUTIONS:
+        return None
+    if reader in not_installed:
+        message = f"nobody reads it here: {reader} is not installed"
+        return Finding(
+            level="warning", variable=variable.name, message=message, fix="remove the variable"
+        )
+    if reader not in versions:
+        message = f"not judged: read by {reader}, whose version was not given"
+        return Finding(
+            level="note", variable=variable.name, message=message, fix=f"give {reader}'s version"
+        )
+    return _stale_in(variable, reader, Version(versions[reader]), vllm_names, fix)
+
+
+def _stale_in(
+    variable: Variable,
+    reader: str,
+    version: Version,
+    vllm_names: Collection[str] | None,
+    fix: str,
+) -> Finding | None:
+    reading = variable.reading(version)
+    if reader == "vllm" and reading == "unknown" and vllm_names is not None:
+        reading = "read" if variable.name in vllm_names else "not read"
+    if reading == "unknown" and variable.last_read is not None:
+        message = f"not judged: {reader} {version} is not among the versions looked at"
+        return Finding(
+            level="note",
+            variable=variable.name,
+            message=f"{message} ({_history(variable)})",
+            fix=f"look for it in the documentation of {reader} {version}",
+        )
+    if reading != "not read":
+        return None
+    message = f"{reader} {version} does not read it ({_history(variable)})"
+    return Finding(level="warning", variable=variable.name, message=message, fix=fix)
+
+
+def _history(variable: Variable) -> str:
+    if variable.last_read is not None and variable.removed_in is not None:
+        gone = variable.removed_in
+        when = "after it" if gone.version == variable.last_read else f"in {gone.version}"
+        return f"last read by {variable.last_read}, gone {when}"
+    if variable.first_read is not None and variable.last_read is not None:
+        return f"known to be read from {variable.first_read} to {variable.last_read}"
+    if variable.first_read is not None:
+        return f"first read by {variable.first_read}"
+    return "in none of the versions looked at"
+
+
+def _value_and_age(variable: Variable, value: str, versions: Mapping[str, str]) -> list[Finding]:
+    findings: list[Finding] = []
+    violation = None if variable.domain is None else check_value(variable.domain, value)
+    if violation is not None:
+        findings.append(
+            Finding(
+                level=violation.level,
+                variable=variable.name,
+                message=violation.message,
+                fix=violation.fix,
+            )
+        )
+    since = variable.deprecated_in
+    version = versions.get(variable.reader or "")
+    if since is not None and version is not None and Version(version) >= since:
+        findings.append(
+            Finding(
+                level="warning",
+                variable=variable.name,
+                message=f"deprecated in {variable.reader} {since}",
+                fix=f"use {variable.replacement}",
+            )
+        )
+    return findings
+
+
+def _unknown_to_vllm(
+    name: str, versions: Mapping[str, str], vllm_names: Collection[str] | None
+) -> Finding | None:
+    if vllm_names is None or name.startswith("VLLM_ASCEND_"):
+        return Finding(
+            level="note",
+            variable=name,
+            message="not judged: the registry does not know it",
+            fix="check the name against the documentation of the version you run",
+        )
+    if name in vllm_names:
+        return None
+    near = difflib.get_close_matches(name, vllm_names, n=2, cutoff=0.8)
+    return Finding(
+        level="warning",
+        variable=name,
+        message=f"vllm {versions.get('vllm', '')} does not read it".replace("  ", " "),
+        fix=f"did you mean {' or '.join(near)}?" if near else "remove the variable",
+    )

@@ -1,0 +1,45 @@
+"""The part of an environment that belongs into a run folder: what matters, without secrets."""
+
+import re
+from collections.abc import Mapping
+
+from device_env.registry import Registry
+
+_PREFIXES = (
+    "ACCELERATE_", "ASCEND_", "ATB_", "CANN_", "CUBLAS_", "CUDA_", "CUDNN_", "FLASH_ATTENTION_",
+    "GLOO_", "GOMP_", "HCCL_", "HF_", "HIP_", "HSA_", "KMP_", "LCCL_", "MKL_", "MODELING_",
+    "MOONCAKE_", "NCCL_", "NPU_", "NVTE_", "OMP_", "OPENBLAS_", "PYTORCH_", "RAY_",
+    "RCCL_", "ROCM_", "ROCR_", "SGLANG_", "SLURM_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_",
+    "VEOMNI_", "VLLM_",
+)  # fmt: skip
+_NAMES = (
+    "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES",
+    "PYTHONHASHSEED", "PYTHONPATH", "RANK", "VIRTUAL_ENV", "WORLD_SIZE",
+)  # fmt: skip
+_SECRET_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+_USER_IN_URL = re.compile(r"://[^/\s]*@")
+
+
+def snapshot(environ: Mapping[str, str], *, registry: Registry | None = None) -> dict[str, str]:
+    """Variables that can change what a run does, sorted by name, without secrets.
+
+    Left out: names that contain KEY, TOKEN, SECRET, PASSWORD, PASSWD or CREDENTIAL in any
+    case, except those of the registry (TOKENIZERS_PARALLELISM), and values that are URLs
+    with a user in them.
+    """
+    known = Registry.load() if registry is None else registry
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if _matters(name, known) and not _is_secret(name, value, known)
+    }
+
+
+def _matters(name: str, known: Registry) -> bool:
+    return name in known or name in _NAMES or name.startswith(_PREFIXES)
+
+
+def _is_secret(name: str, value: str, known: Registry) -> bool:
+    named = name not in known and any(part in name.upper() for part in _SECRET_PARTS)
+    return named or _USER_IN_URL.search(value) is not None

@@ -1,0 +1,247 @@
+"""Judging an environment."""
+
+import pytest
+
+from device_env import Finding, RunFacts, check_environment
+
+VLLM = {"vllm": "0.32.0"}
+ASCEND = {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch-npu": "2.10.0"}
+
+
+def only(findings: list[Finding]) -> Finding:
+    """The one finding that is expected."""
+    (finding,) = findings
+    return finding
+
+
+def test_variables_that_nobody_reads_are_named_with_their_replacement() -> None:
+    """With vLLM 0.32 both classics are warned of, with what does the job now (case A47)."""
+    environ = {"VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "VLLM_USE_V1": "1"}
+    backend, engine = check_environment(environ, VLLM)
+    assert (backend.level, backend.variable) == ("warning", "VLLM_ATTENTION_BACKEND")
+    assert backend.message == ("vllm 0.32.0 does not read it (last read by 0.14.0, gone in 0.15.0)")
+    assert "the engine argument attention_backend" in backend.fix
+    assert (engine.level, engine.variable) == ("warning", "VLLM_USE_V1")
+    assert "the V0 engine is gone" in engine.fix
+
+
+def test_variables_that_are_read_are_left_alone() -> None:
+    """An environment in which everything takes effect has no finding."""
+    environ = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ROCM_USE_AITER": "True",
+        "HCCL_CONNECT_TIMEOUT": "1800",
+        "OMP_NUM_THREADS": "1",
+        "HOME": "/root",
+    }
+    assert check_environment(environ, VLLM) == []
+
+
+def test_a_dead_ascend_script_is_taken_apart() -> None:
+    """The five dead variables of verl's NPU script for GSPO are found, and only they."""
+    environ = {
+        "VLLM_USE_V1": "1",
+        "VLLM_ATTENTION_BACKEND": "XFORMERS",
+        "VLLM_ASCEND_ENABLE_FLASHCOMM": "1",
+        "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1",
+        "VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE": "1",
+        "TASK_QUEUE_ENABLE": "1",
+        "HCCL_CONNECT_TIMEOUT": "1500",
+    }
+    dead = [found.variable for found in check_environment(environ, ASCEND)]
+    assert dead == sorted(name for name in environ if name.startswith("VLLM_"))
+
+
+def test_a_variable_too_new_for_its_reader_is_named() -> None:
+    """TORCH_HCCL_* is inert on torch_npu 2.10, which reads the old name."""
+    found = only(check_environment({"TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}, ASCEND))
+    assert (
+        found.message
+        == "torch-npu 2.10.0 does not read it (known to be read from 2.11.0.post3 to 2.14.0)"
+    )
+
+
+def test_a_deprecated_variable_is_named() -> None:
+    """The old name still works on torch_npu 2.14, and warns."""
+    found = only(check_environment({"HCCL_ASYNC_ERROR_HANDLING": "1"}, {"torch-npu": "2.14.0"}))
+    assert found.message == "deprecated in torch-npu 2.11.0.post3"
+    assert "TORCH_HCCL_ASYNC_ERROR_HANDLING" in found.fix
+
+
+def test_without_a_version_nothing_is_judged() -> None:
+    """A component whose version is not given is named, not guessed."""
+    found = only(check_environment({"VLLM_USE_V1": "1"}, {}))
+    assert (found.level, found.message) == (
+        "note",
+        "not judged: read by vllm, whose version was not given",
+    )
+
+
+def test_a_version_beyond_those_looked_at_is_not_judged() -> None:
+    """For a newer vLLM the registry says what it knows; the names of that vLLM decide."""
+    environ = {"VLLM_SERVER_DEV_MODE": "1"}
+    newer = {"vllm": "0.99.0"}
+    found = only(check_environment(environ, newer))
+    assert found.level == "note"
+    assert found.message == (
+        "not judged: vllm 0.99.0 is not among the versions looked at "
+        "(known to be read from 0.11.0 to 0.32.0)"
+    )
+    assert check_environment(environ, newer, vllm_names=["VLLM_SERVER_DEV_MODE"]) == []
+    assert only(check_environment(environ, newer, vllm_names=[])).level == "warning"
+
+
+def test_a_component_that_is_not_installed_has_no_reader() -> None:
+    """A variable of a component that is known to be absent has no effect."""
+    found = only(check_environment({"TASK_QUEUE_ENABLE": "1"}, VLLM, not_installed=["torch-npu"]))
+    assert (found.level, found.message) == (
+        "warning",
+        "nobody reads it here: torch-npu is not installed",
+    )
+
+
+def test_a_name_that_vllm_does_not_know_is_answered_with_the_nearest() -> None:
+    """With the list of names that vLLM reads, a misspelt one is found."""
+    found = only(
+        check_environment({"VLLM_PORTS": "1"}, VLLM, vllm_names=["VLLM_PORT", "VLLM_HOST_IP"])
+    )
+    assert found.message == "vllm 0.32.0 does not read it"
+    assert found.fix == "did you mean VLLM_PORT?"
+
+
+def test_a_name_beyond_the_registry_is_not_judged() -> None:
+    """Without the list an unregistered name is a note; with it a read name is fine."""
+    assert only(check_environment({"VLLM_PORT": "1"}, VLLM)).level == "note"
+    assert check_environment({"VLLM_PORT": "1"}, VLLM, vllm_names=["VLLM_PORT"]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level", "message"),
+    [
+        ("VLLM_ASCEND_ENABLE_MLAPO", "true", "error", "its reader calls int() and stops on it"),
+        ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "yes", "error", "got 'yes', which counts as false"),
+        ("VLLM_SKIP_P2P_CHECK", "true", "error", "got 'true', which counts as false"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "forkserver", "error", "expected spawn, fork, got"),
+        ("VLLM_ENGINE_READY_TIMEOUT_S", "10m", "error", "expected integer, in s, got '10m'"),
+        ("HCCL_CONNECT_TIMEOUT", "60", "error", "at least 120, at most 7200, in s, got 60"),
+        ("COMBINED_ENABLE", "on", "warning", "how its reader takes that is unknown"),
+    ],
+)
+def test_values_outside_the_domain(name: str, value: str, level: str, message: str) -> None:
+    """A value is an error where its reader is known to stop or to take another one."""
+    versions = {**ASCEND, "vllm": "0.32.0"}
+    found = only(check_environment({name: value}, versions))
+    assert (found.level, found.variable) == (level, name)
+    assert message in found.message
+
+
+def test_words_are_right_where_words_are_compared() -> None:
+    """DYNAMIC_EPLB takes words, unlike the other vllm-ascend switches."""
+    assert check_environment({"DYNAMIC_EPLB": "True"}, ASCEND) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "message"),
+    [
+        (
+            {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_EXEC_TIMEOUT": "3600"},
+            "error",
+            "3600 s becomes 1091 s under HCCL_OP_EXPANSION_MODE=AIV",
+        ),
+        (
+            {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_DETERMINISTIC": "true"},
+            "error",
+            "AIV is off while HCCL_DETERMINISTIC=true",
+        ),
+        (
+            {"TASK_QUEUE_ENABLE": "1", "ASCEND_LAUNCH_BLOCKING": "1"},
+            "warning",
+            "1 has no effect while ASCEND_LAUNCH_BLOCKING=1",
+        ),
+        (
+            {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"},
+            "error",
+            "expandable_segments:True excludes max_split_size_mb",
+        ),
+        ({"VLLM_VERSION": "0.13.0"}, "error", "code paths of 0.13.0, but vllm is 0.23.0"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "warning", "has no meaning on an NPU"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0,0"}, "error", "lists '0' twice"),
+    ],
+)
+def test_rules_of_the_environment(environ: dict[str, str], level: str, message: str) -> None:
+    """Variables that undo each other are found on an NPU."""
+    found = only(check_environment(environ, ASCEND, device_kind="npu"))
+    assert found.level == level
+    assert message in found.message
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_EXEC_TIMEOUT": "1091"},
+        {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_DETERMINISTIC": "false"},
+        {"TASK_QUEUE_ENABLE": "1", "ASCEND_LAUNCH_BLOCKING": "0"},
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:128"},
+        {"VLLM_VERSION": "0.23.0"},
+        {"ASCEND_RT_VISIBLE_DEVICES": "0,1"},
+    ],
+)
+def test_rules_are_silent_next_to_their_bounds(environ: dict[str, str]) -> None:
+    """The nearest right value of each rule passes."""
+    assert check_environment(environ, ASCEND, device_kind="npu") == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "facts", "message"),
+    [
+        (
+            {"HCCL_EXEC_TIMEOUT": "1800"},
+            RunFacts(process_group_timeout_s=1800),
+            "gives up after 1800 s, before HCCL_EXEC_TIMEOUT=1800 s",
+        ),
+        (
+            {"TASK_QUEUE_ENABLE": "2"},
+            RunFacts(enforce_eager=False),
+            "2 does not work with ACL graph",
+        ),
+        (
+            {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"},
+            RunFacts(sleep_mode=True),
+            "sleep mode asserts that expandable_segments is off",
+        ),
+        (
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            RunFacts(training_engine="veomni"),
+            "1 keeps the communication of veomni (FSDP2)",
+        ),
+        ({}, RunFacts(online_weight_update=True), "unset, hence 1, casts weights"),
+    ],
+)
+def test_rules_with_the_configuration(
+    environ: dict[str, str], facts: RunFacts, message: str
+) -> None:
+    """Rules that need the run's configuration speak when told, and only then."""
+    assert message in only(check_environment(environ, ASCEND, facts=facts)).message
+    assert check_environment(environ, ASCEND) == []
+
+
+def test_both_allocator_variables() -> None:
+    """torch_npu 2.11 refuses both allocator variables, 2.10 ignores the neutral one."""
+    environ = {
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    versions = {"torch": "2.13.0"}
+    new = check_environment(environ, {**versions, "torch-npu": "2.12.0.post3"})
+    old = check_environment(environ, {**versions, "torch-npu": "2.10.0"})
+    assert only(new).level == "error"
+    assert (only(old).level, only(old).variable) == ("warning", "PYTORCH_ALLOC_CONF")
+
+
+def test_rocr_and_hip_are_a_note_and_rocr_alone_stops_ray() -> None:
+    """Legal but easily misread combinations are notes; what Ray raises on is an error."""
+    both = {"ROCR_VISIBLE_DEVICES": "4,6", "HIP_VISIBLE_DEVICES": "1"}
+    assert only(check_environment(both, {"ray": "2.60.0"}, device_kind="rocm")).level == "note"
+    alone = {"ROCR_VISIBLE_DEVICES": "4,6"}
+    found = only(check_environment(alone, {"ray": "2.60.0"}, device_kind="rocm"))
+    assert (found.level, found.fix) == ("error", "use HIP_VISIBLE_DEVICES=4,6 instead")

@@ -1,0 +1,120 @@
+"""Checkpoints through torch.distributed.checkpoint, in safetensors files: nothing is unpickled.
+
+torch's default storage pickles its metadata and reads it with `pickle.load` (torch 2.13,
+checkpoint/filesystem.py), so its safetensors storage is used, and the state is tensors alone.
+torch.distributed.checkpoint is imported on use: it takes seconds to import.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """States of torch's generators that this rank draws from, each rank under its own names."""
+    states = {f"random.cpu.{dist.get_rank()}": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[f"random.{device.type}.{dist.get_rank()}"] = torch.get_device_module(
+            device
+        ).get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Take back what `random_states` returned."""
+    torch.set_rng_state(states[f"random.cpu.{dist.get_rank()}"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(
+            states[f"random.{device.type}.{dist.get_rank()}"], device
+        )
+
+
+def write_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write all ranks' tensors into a new folder, which appears by one rename.
+
+    Raises:
+        FileExistsError: if the folder exists, on every rank.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
+
+    unfinished = begin_folder(folder)
+    save(
+        dict(state),
+        storage_writer=HuggingFaceStorageWriter(str(unfinished), save_distributed=True),
+    )
+    finish_folder(unfinished, folder)
+
+
+def read_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Read into the tensors of `state`, in place.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if it holds other tensors; says which.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
+
+    if not any(folder.glob("*.safetensors")):
+        message = f"{folder}: there is no checkpoint, which would hold *.safetensors"
+        raise FileNotFoundError(message)
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = {
+        name: tuple(entry.size)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    ranks = {name for name in stored if name.startswith("random.cpu.")}
+    if len(ranks) != dist.get_world_size():
+        message = (
+            f"{folder}: the checkpoint was written by {len(ranks)} ranks, this run has "
+            f"{dist.get_world_size()}; resume on as many"
+        )
+        raise ValueError(message)
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    differing = sorted(name for name, shape in wanted.items() if stored.get(name) != shape)
+    left_over = sorted(
+        name for name in stored.keys() - wanted.keys() if not re.match(r"random\.", name)
+    )
+    if differing or left_over:
+        name = (differing or left_over)[0]
+        message = (
+            f"{folder}: the checkpoint is of another model: {len(differing)} tensors differ and "
+            f"{len(left_over)} are left over; {name} has shape {stored.get(name)} there and "
+            f"{wanted.get(name)} here"
+        )
+        raise ValueError(message)
+    load(dict(state), storage_reader=reader)
+
+
+def begin_folder(folder: Path) -> Path:
+    """An empty folder beside `folder` to write into, the same on every rank.
+
+    Raises:
+        FileExistsError: if `folder` exists, on every rank.
+    """
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    exists = torch.tensor([int(folder.exists())])
+    dist.broadcast(exists, src=0)
+    if exists.item():
+        message = f"{folder}: expected a new folder, but it exists; give another name"
+        raise FileExistsError(message)
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed run left
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    return unfinished
+
+
+def finish_folder(unfinished: Path, folder: Path) -> None:
+    """Make it `folder` after every rank has written."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        unfinished.rename(folder)
+    dist.barrier()

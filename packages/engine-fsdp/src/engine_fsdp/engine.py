@@ -1,0 +1,406 @@
+"""The engine: FSDP2 around a packed causal LM, one optimizer, and what may be asked of both."""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from engine_fsdp.attention import PackedSequences
+from engine_fsdp.checkpoint import (
+    random_states,
+    read_tensors,
+    restore_random_states,
+    write_tensors,
+)
+from engine_fsdp.config import FsdpConfig
+from engine_fsdp.model import load_model
+from engine_fsdp.pretrained import write_pretrained
+from engine_fsdp.sharding import local, num_ranks, shard, whole
+from parallel_state.mesh import build_meshes
+from rl_contracts.rollout import PolicyVersion
+from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult, TokenBatch
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@final
+class FsdpEngine:
+    """Trains one policy on the data-parallel ranks of this run: a `TrainEngine`.
+
+    Every rank builds one with an equal config, and calls the same methods in the same order.
+
+    A batch that is refused, a loss that is not finite and a gradient that is not finite leave
+    weights, optimizer and version as they were; the gradient added up so far is dropped.
+    """
+
+    def __init__(self, config: FsdpConfig, *, device: torch.device) -> None:
+        """Load the weights, shard them, and see that what runs is what was asked for.
+
+        Args:
+            config: what to train and how.
+            device: where this rank computes; the process group's backend must serve it.
+
+        Raises:
+            RuntimeError: if torch.distributed is not initialised (see `init_process_group`), or if
+                the running model is not as configured.
+            ValueError: for a device that has no packed attention here, a world that
+                ``config.parallel`` does not fill, or weights that do not fit (see `load_model`).
+            FileNotFoundError: if the folder lacks config.json or the weights.
+        """
+        if device.type != "cpu":
+            message = (
+                f"FsdpEngine: expected a CPU device, got {device}; packed attention is implemented "
+                "for CPUs only"
+            )
+            raise ValueError(message)
+        if not dist.is_initialized():
+            message = (
+                "FsdpEngine: torch.distributed is not initialised; call "
+                "engine_fsdp.init_process_group() first, also for one process"
+            )
+            raise RuntimeError(message)
+        self._config = config
+        self._device = device
+        mesh = build_meshes(config.parallel, device.type).fsdp
+        self._model = load_model(Path(config.model_path), temperature=config.temperature)
+        if config.activation_checkpointing:
+            self._model.checkpoint_activations()
+        self._reshard = shard(
+            self._model,
+            mesh=mesh,
+            compute_dtype=_DTYPES[config.compute_dtype],
+            num_shards=config.parallel.dp_shard_size,
+        )
+        self._parameters = dict(self._model.model.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=config.optim.learning_rate,
+            betas=config.optim.betas,
+            eps=config.optim.eps,
+            weight_decay=config.optim.weight_decay,
+            fused=True,
+        )
+        self._policy_version = PolicyVersion(0)
+        self._has_gradient = False
+        self._verify()
+
+    @property
+    def config(self) -> FsdpConfig:
+        """What this engine was built from."""
+        return self._config
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """Optimizer steps behind the present weights."""
+        return self._policy_version
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self._config.optim.learning_rate_at(self._policy_version)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
+        """Log-probabilities of the given tokens under the present weights, without gradient.
+
+        Raises:
+            ValueError: if the ranks were given different numbers of micro-batches, or one of them
+                is malformed.
+        """
+        self._check_together("logprobs", micro_batches)
+        results = [self._forward(batch) for batch in micro_batches]
+        self._reshard()
+        return results
+
+    def forward_backward(
+        self, micro_batches: Sequence[BatchT], loss_fn: LossFn[BatchT]
+    ) -> dict[str, float]:
+        """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
+
+        Raises:
+            ValueError: if the ranks were given different numbers of micro-batches, one of them is
+                malformed, `loss_fn` returned other metrics for one of them than for another, or a
+                loss without gradient for a batch that has tokens in its loss mask.
+            FloatingPointError: if the loss of a micro-batch is not finite, on every rank; names its
+                trajectories on the rank that has it.
+        """
+        self._check_together("forward_backward", micro_batches)
+        sums: dict[str, Tensor] = {}
+        losses: list[Tensor] = []
+        problem = ""
+        for index, batch in enumerate(micro_batches):
+            on_device = batch.to(self._device)
+            policy_logprobs = self._forward(batch)
+            output = loss_fn(policy_logprobs, on_device)
+            loss = output.loss
+            if not loss.requires_grad:
+                if batch.loss_mask.any():
+                    problem = problem or f"the loss of micro-batch {index} carries no gradient"
+                # Every rank takes part in every backward pass, also with nothing to learn from.
+                loss = loss + 0.0 * policy_logprobs.sum()
+            loss.backward()
+            losses.append(loss.detach())
+            shares = {"loss": loss.detach(), **output.metrics}
+            if sums and sums.keys() != shares.keys():
+                problem = problem or (
+                    f"micro-batch {index} has the metrics {sorted(shares)}, those before it have "
+                    f"{sorted(sums)}"
+                )
+            for name, share in shares.items():
+                sums[name] = sums.get(name, 0.0) + share.detach().to(torch.float64)
+        self._reshard()
+        self._has_gradient = True
+        return self._sum_over_ranks(micro_batches, losses, sums, problem)
+
+    def optim_step(self) -> StepResult:
+        """Clip, step, clear the gradient, and raise the policy version by one.
+
+        Raises:
+            RuntimeError: if there is no gradient to step along.
+            FloatingPointError: if the gradient is not finite; the weights stay as they are.
+        """
+        if not self._has_gradient:
+            message = (
+                f"optim_step: there is no gradient at policy version {self._policy_version}; call "
+                "forward_backward first (a failed one leaves none)"
+            )
+            raise RuntimeError(message)
+        gradients = [
+            parameter.grad for parameter in self._parameters.values() if parameter.grad is not None
+        ]
+        total_norm = whole(get_total_norm(gradients))
+        grad_norm = total_norm.item()
+        if not math.isfinite(grad_norm):
+            self._drop_gradient()
+            message = (
+                f"optim_step: the gradient's norm is {grad_norm} at policy version "
+                f"{self._policy_version}; the gradient was dropped and no weight changed"
+            )
+            raise FloatingPointError(message)
+        max_norm = self._config.optim.max_grad_norm
+        if max_norm is not None:
+            clip_grads_with_norm_(self._parameters.values(), max_norm, total_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self._optimizer.step()
+        self._drop_gradient()
+        self._policy_version = PolicyVersion(self._policy_version + 1)
+        return StepResult(policy_version=self._policy_version, grad_norm=grad_norm)
+
+    @torch.no_grad()
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, whole, in the type ``config.export_dtype``.
+
+        A weight that the model ties to another is yielded once, under the other's name. Every
+        rank must run the iterator to its end.
+        """
+        dtype = _DTYPES[self._config.export_dtype or self._config.compute_dtype]
+        for name, weight in self._model.named_weights():
+            gathered = whole(weight.detach().to(dtype))
+            held = local(weight).untyped_storage().data_ptr()
+            is_own = gathered.untyped_storage().data_ptr() != held
+            yield NamedTensor(name, gathered if is_own else gathered.clone())
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule, random states and version into a new folder.
+
+        The folder appears whole, by one rename. The schedule is a function of the version.
+
+        Raises:
+            FileExistsError: if the folder exists.
+        """
+        write_tensors({**self._state(), **random_states(self._device)}, folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take all of it back; the gradient added up so far is dropped.
+
+        Raises:
+            FileNotFoundError: if there is no checkpoint.
+            ValueError: if it was written by another number of ranks or for another model.
+        """
+        state = {**self._state(), **random_states(self._device)}
+        read_tensors(state, folder)
+        restore_random_states(state, self._device)
+        self._policy_version = PolicyVersion(int(state["policy_version"].item()))
+        self._drop_gradient()
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face folder: weights, config, and the tokenizer files of the source.
+
+        Raises:
+            FileExistsError: if the folder exists.
+        """
+        dtype = _DTYPES[self._config.export_dtype or self._config.compute_dtype]
+        write_pretrained(
+            self.export_weights(),
+            folder,
+            dtype=dtype,
+            source=Path(self._config.model_path),
+        )
+
+    def _forward(self, batch: TokenBatch) -> Float[Tensor, " tokens"]:
+        scored = batch.loss_mask.nonzero()[:, 0]
+        logprobs: Tensor = self._model(
+            batch.token_ids.to(self._device),
+            batch.positions.to(self._device),
+            scored.to(self._device),
+            PackedSequences.of(batch.cu_seqlens, self._device),
+        )
+        return logprobs
+
+    def _drop_gradient(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._has_gradient = False
+
+    def _gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The same few integers of every rank."""
+        own = torch.tensor(values, dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        return [entry.tolist() for entry in everyone]
+
+    def _check_together(self, method: str, micro_batches: Sequence[TokenBatch]) -> None:
+        """Refuse on all ranks what one of them would fail or wait at."""
+        vocab_size = self._model.model.get_input_embeddings().num_embeddings
+        problem = ""
+        for index, batch in enumerate(micro_batches):
+            problem = problem or _problem_of(index, batch, vocab_size)
+        everyone = self._gather([len(micro_batches), int(bool(problem))])
+        counts = [count for count, _ in everyone]
+        if problem:
+            message = f"{method}: {problem}"
+            raise ValueError(message)
+        if len(set(counts)) > 1 or counts[0] == 0:
+            message = (
+                f"{method}: expected the same number of micro-batches on every rank, at least one, "
+                f"got {', '.join(map(str, counts))}; rl_contracts.packing.pack deals them out"
+            )
+            raise ValueError(message)
+        if bad := [rank for rank, (_, is_bad) in enumerate(everyone) if is_bad]:
+            message = f"{method}: rank {bad[0]} was given a malformed micro-batch and says which"
+            raise ValueError(message)
+
+    def _sum_over_ranks(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        losses: Sequence[Tensor],
+        sums: Mapping[str, Tensor],
+        problem: str,
+    ) -> dict[str, float]:
+        """Add up the metrics, or drop the gradient and raise on all ranks."""
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss.item())]
+        names = sorted(sums)
+        fingerprint = zlib.crc32("\n".join(names).encode())
+        everyone = self._gather([len(bad), int(bool(problem)), fingerprint])
+        fingerprints = [rank[2] for rank in everyone]
+        if any(count or is_bad for count, is_bad, _ in everyone) or len(set(fingerprints)) > 1:
+            self._drop_gradient()
+        if bad:
+            named = "; ".join(
+                f"micro-batch {index} ({_names_of(micro_batches[index])}): {losses[index].item()}"
+                for index in bad
+            )
+            message = (
+                f"forward_backward: the loss is not finite at policy version "
+                f"{self._policy_version} in {named}; the gradient was dropped"
+            )
+            raise FloatingPointError(message)
+        if ranks := [rank for rank, (count, _, _) in enumerate(everyone) if count]:
+            message = (
+                f"forward_backward: the loss on rank {ranks[0]} is not finite; the gradient was "
+                "dropped here too, and that rank names the trajectories"
+            )
+            raise FloatingPointError(message)
+        if problem:
+            message = f"forward_backward: {problem}; the gradient was dropped"
+            raise ValueError(message)
+        if any(is_bad for _, is_bad, _ in everyone) or len(set(fingerprints)) > 1:
+            message = (
+                f"forward_backward: the loss function did not return the same metrics, or no "
+                f"gradient, on some rank; here they are {names}; the gradient was dropped"
+            )
+            raise ValueError(message)
+        values = torch.stack([sums[name].to(torch.float64) for name in names])
+        dist.all_reduce(values)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def _state(self) -> dict[str, Tensor]:
+        """Everything but the random states, as tensors that are read into in place."""
+        state: dict[str, Tensor] = {
+            "policy_version": torch.tensor([self._policy_version], dtype=torch.int64),
+            "world_size": torch.tensor([dist.get_world_size()], dtype=torch.int64),
+        }
+        for name, parameter in self._parameters.items():
+            moments = self._optimizer.state[parameter]
+            if not moments:  # what AdamW starts from
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=self._device)
+                moments["exp_avg"] = torch.zeros_like(parameter)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            state[f"optim.step.{name}"] = moments["step"].view(1)
+            state[f"optim.exp_avg.{name}"] = moments["exp_avg"]
+            state[f"optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        for name, weight in self._model.named_weights():
+            state[f"model.{name}"] = weight.detach()
+        return state
+
+    @torch.no_grad()
+    def _verify(self) -> None:
+        """Compare what runs with what was asked for, in one forward pass of two sequences."""
+        dtype = _DTYPES[self._config.compute_dtype]
+        packed = PackedSequences.of(torch.tensor([0, 2, 5]), self._device)
+        ids = torch.tensor([0, 1, 0, 1, 2], device=self._device)
+        positions = torch.tensor([0, 1, 0, 1, 2], device=self._device)
+        logprobs = self._model(ids, positions, torch.tensor([1, 3, 4], device=self._device), packed)
+        self._reshard()
+        num_blocks = len(self._model.blocks)
+        checks: dict[str, tuple[object, object]] = {
+            "compute_dtype": (frozenset((dtype,)), self._model.dtypes_seen),
+            "calls of packed attention": (num_blocks, packed.num_calls),
+            "type of the master weights": (
+                {torch.float32},
+                {parameter.dtype for parameter in self._parameters.values()},
+            ),
+            "ranks that a weight is spread over": (
+                {self._config.parallel.world_size},
+                {num_ranks(weight) for weight in self._parameters.values()},
+            ),
+            "finite log-probabilities": (True, bool(logprobs.isfinite().all())),
+        }
+        for what, (asked, got) in checks.items():
+            if asked != got:
+                message = f"FsdpEngine: {what}: asked for {asked}, what runs has {got}"
+                raise RuntimeError(message)
+
+
+def _names_of(batch: TokenBatch) -> str:
+    """Trajectory ids, for batches that have them."""
+    names: Sequence[str] = getattr(batch, "trajectory_ids", ())
+    return f"trajectories {', '.join(names)}" if names else "without trajectory ids"
+
+
+def _problem_of(index: int, batch: TokenBatch, vocab_size: int) -> str:
+    """What is wrong with a micro-batch, or nothing."""
+    where = f"micro-batch {index} ({_names_of(batch)})"
+    num_tokens = batch.token_ids.shape[0]
+    starts: Int[Tensor, " sequences_plus_1"] = batch.cu_seqlens
+    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((starts.diff() <= 0).any()):
+        return (
+            f"{where}: expected cu_seqlens to rise from 0 to its {num_tokens} tokens, "
+            f"got {starts.tolist()}"
+        )
+    expected = torch.arange(num_tokens) - starts[:-1].repeat_interleave(starts.diff())
+    if not torch.equal(batch.positions, expected):
+        return f"{where}: expected positions that count from 0 in each sequence"
+    if bool(batch.loss_mask[starts[:-1].long()].any()):
+        return f"{where}: loss_mask is True on the first token of a sequence, which has no prefix"
+    lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())
+    if lowest < 0 or highest >= vocab_size:
+        return f"{where}: expected token ids from 0 to {vocab_size - 1}, got {lowest} to {highest}"
+    return ""

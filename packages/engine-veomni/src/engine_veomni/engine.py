@@ -1,0 +1,309 @@
+"""The engine: VeOmni's model and optimizer behind the `TrainEngine` contract."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from engine_veomni import checkpoint, cpu_backend
+from engine_veomni.build import ExpertSharding, build_model, check_experts, read_model_config
+from engine_veomni.config import VeomniConfig
+from engine_veomni.export import export_weights
+from engine_veomni.pretrained import save_pretrained
+from engine_veomni.token_logprobs import token_logprobs
+from engine_veomni.veomni_state import VeomniState
+from engine_veomni.versions import check_veomni_version
+from rl_contracts.rollout import PolicyVersion
+from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult
+
+
+@final
+class VeomniEngine:
+    """Trains a mixture of experts through VeOmni; a `TrainEngine` and `Checkpointable`.
+
+    Every rank of the world holds one, and every method is called on all of them in the same
+    order. VeOmni changes transformers for the whole process (its loss functions return tuples
+    afterwards): keep this engine in a process of its own, away from other users of transformers.
+    """
+
+    def __init__(self, config: VeomniConfig, *, device: torch.device) -> None:
+        """Build the model and the optimizer; torch.distributed must be initialised.
+
+        Raises:
+            ValueError: for a VeOmni that was not tested, a model, a folder or degrees that cannot
+                be trained as configured, or a device other than the CPU.
+            RuntimeError: if the experts did not end up where the degrees say.
+        """
+        check_veomni_version()
+        if device.type != "cpu":
+            message = f"engine-veomni: expected device cpu, the only one so far, got {device}"
+            raise ValueError(message)
+        model_config = read_model_config(config)
+        cpu_backend.install()
+        from veomni.utils.device import get_device_type  # noqa: PLC0415 - loaded only when used
+
+        if (found := get_device_type()) != device.type:
+            message = (
+                f"engine-veomni: VeOmni builds its models on {found!r}, the device that it found; "
+                "hide it to train on the CPU: CUDA_VISIBLE_DEVICES=''"
+            )
+            raise ValueError(message)
+        self._config = config
+        self._device = device
+        self._state = VeomniState(config.parallel, device_type=device.type)
+        self._model = build_model(config, model_config, self._state, device=device)
+        with self._state.entered():
+            self._expert_sharding = check_experts(self._model, config.parallel, self._state)
+            # before any forward pass: it reads which mesh each parameter is sharded over
+            self._optimizers = _build_optimizers(self._model, config)
+        self._policy_version = PolicyVersion(0)
+        self._has_gradient = False
+
+    @property
+    def config(self) -> VeomniConfig:
+        """What it was built from."""
+        return self._config
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """Optimizer steps behind the present weights."""
+        return self._policy_version
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next `optim_step`."""
+        return self._config.optim.learning_rate_at(self._policy_version)
+
+    @property
+    def expert_sharding(self) -> ExpertSharding:
+        """Where the experts of a layer are, as read from the running model."""
+        return self._expert_sharding
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
+        """Log-probabilities of the given tokens under the present weights, without gradient.
+
+        Raises:
+            ValueError: if the ranks were given different numbers of micro-batches.
+        """
+        self._check_counts(micro_batches)
+        try:
+            return [self._logprobs(batch.to(self._device)) for batch in micro_batches]
+        finally:
+            self._reshard()
+
+    def forward_backward(
+        self, micro_batches: Sequence[BatchT], loss_fn: LossFn[BatchT]
+    ) -> dict[str, float]:
+        """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
+
+        Raises:
+            ValueError: if the ranks were given different numbers of micro-batches.
+            FloatingPointError: on all ranks, if the loss of a micro-batch is not finite on any;
+                names its trajectories. The gradient is dropped, the weights stay as they are.
+        """
+        self._check_counts(micro_batches)
+        totals: dict[str, Tensor] = {}
+        losses: list[Tensor] = []
+        with self._dropping_gradient_on_error():
+            for given in micro_batches:
+                batch = given.to(self._device)
+                policy_logprobs = self._logprobs(batch)
+                output = loss_fn(policy_logprobs, batch)
+                self._backward(output.loss, policy_logprobs)
+                losses.append(output.loss.detach())
+                if "loss" in output.metrics:
+                    message = "forward_backward: 'loss' is the loss itself; rename the metric"
+                    raise ValueError(message)
+                for name, value in (("loss", output.loss), *output.metrics.items()):
+                    share = value.detach().double()
+                    totals[name] = totals[name] + share if name in totals else share
+            failed = [
+                trajectory_id
+                for loss, batch in zip(losses, micro_batches, strict=True)
+                if not math.isfinite(loss.item())
+                for trajectory_id in getattr(batch, "trajectory_ids", ())
+            ]
+            bad = any(not math.isfinite(loss.item()) for loss in losses)
+            summed = self._sum_over_ranks(
+                {name: total.item() for name, total in totals.items()}, failed if bad else None
+            )
+        self._has_gradient = True
+        return summed
+
+    def optim_step(self) -> StepResult:
+        """Clip, step, clear the gradient, and raise the policy version by one.
+
+        Raises:
+            RuntimeError: if there is no gradient.
+            FloatingPointError: if the gradient is not finite; it is dropped, and the weights stay
+                as they are.
+        """
+        if not self._has_gradient:
+            message = "optim_step: there is no gradient; call forward_backward first"
+            raise RuntimeError(message)
+        optim = self._config.optim
+        from veomni.distributed.fsdp2 import clip_grad_norm  # noqa: PLC0415 - loaded only when used
+
+        max_norm = math.inf if optim.max_grad_norm is None else optim.max_grad_norm
+        with self._state.entered():
+            grad_norm = float(clip_grad_norm(self._model, max_norm))
+        if not math.isfinite(grad_norm):
+            self._drop_gradient()
+            message = (
+                f"optim_step: the gradient's norm is {grad_norm} at policy version "
+                f"{self._policy_version}; the gradient was dropped"
+            )
+            raise FloatingPointError(message)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            optimizer.step()
+        self._drop_gradient()
+        self._policy_version = PolicyVersion(self._policy_version + 1)
+        return StepResult(policy_version=self._policy_version, grad_norm=grad_norm)
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, one tensor per expert, in `export_dtype`.
+
+        Every yielded tensor is the caller's own. Every rank must run the iterator to its end.
+        """
+        return export_weights(
+            self._model,
+            self._state,
+            dtype=getattr(torch, self._config.resolved_export_dtype),
+        )
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write everything that a bit-identical resume needs into a new folder.
+
+        Raises:
+            FileExistsError: if the folder exists.
+        """
+        checkpoint.save_checkpoint(
+            folder,
+            self._model,
+            self._optimizers,
+            parallel=self._config.parallel,
+            policy_version=self._policy_version,
+        )
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take all of it back; a gradient that is there is dropped.
+
+        Raises:
+            ValueError: if the folder was written with other degrees or for another model.
+        """
+        self._policy_version = checkpoint.load_checkpoint(
+            folder, self._model, self._optimizers, parallel=self._config.parallel
+        )
+        self._drop_gradient()
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a new Hugging Face folder: weights in `export_dtype`, configuration, tokenizer.
+
+        Raises:
+            FileExistsError: if the folder exists.
+        """
+        save_pretrained(
+            folder,
+            self.export_weights(),
+            source=Path(self._config.model_path),
+            dtype_name=self._config.resolved_export_dtype,
+        )
+
+    def _logprobs(self, batch: BatchT) -> Float[Tensor, " tokens"]:
+        with self._state.entered():
+            return token_logprobs(self._model, batch, temperature=self._config.temperature)
+
+    def _backward(self, loss: Float[Tensor, ""], policy_logprobs: Tensor) -> None:
+        if not loss.requires_grad:
+            # other ranks may be in the same backward pass: take part in it, with nothing to add
+            loss = 0.0 * policy_logprobs.sum()
+        # FSDP divides by the number of data-parallel ranks, and the contract wants a sum
+        with self._state.entered():
+            (loss * self._config.parallel.data_size).backward()
+
+    def _check_counts(self, micro_batches: Sequence[BatchT]) -> None:
+        counts = [0] * dist.get_world_size()
+        dist.all_gather_object(counts, len(micro_batches))
+        if len(set(counts)) > 1 or counts[0] == 0:
+            message = (
+                "expected the same number of micro-batches on every rank, at least one, "
+                f"got {counts} by rank"
+            )
+            raise ValueError(message)
+
+    def _sum_over_ranks(
+        self, totals: dict[str, float], failed: list[str] | None
+    ) -> dict[str, float]:
+        parts: list[tuple[dict[str, float], list[str] | None]] = [({}, None)]
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, (totals, failed))
+        for rank, (_, trajectory_ids) in enumerate(parts):
+            if trajectory_ids is not None:
+                message = (
+                    f"forward_backward: the loss is not finite on rank {rank}, in a micro-batch "
+                    f"with the trajectories {', '.join(trajectory_ids)}; the gradient was dropped"
+                )
+                raise FloatingPointError(message)
+        names = set(totals)
+        for rank, (other, _) in enumerate(parts):
+            if set(other) != names:
+                message = (
+                    f"forward_backward: expected the same metrics on every rank, "
+                    f"got {sorted(names)} here and {sorted(other)} on rank {rank}"
+                )
+                raise ValueError(message)
+        return {name: math.fsum(part[name] for part, _ in parts) for name in totals}
+
+    @contextmanager
+    def _dropping_gradient_on_error(self) -> Iterator[None]:
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                self._drop_gradient()
+                self._reshard()
+
+    def _drop_gradient(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self._has_gradient = False
+
+    def _reshard(self) -> None:
+        """Give the gathered weights back: FSDP2 keeps the root's after a pass without gradient.
+
+        Left gathered, they are what the optimizer would step, and not the shards.
+        """
+        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _build_optimizers(
+    model: torch.nn.Module, config: VeomniConfig
+) -> tuple[torch.optim.Optimizer, ...]:
+    """VeOmni's AdamW: one for the experts' mesh and one for the rest, or one for all."""
+    from veomni.optim import build_optimizer  # noqa: PLC0415 - loaded only when used
+
+    built = build_optimizer(
+        model,
+        lr=config.optim.learning_rate,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+        optimizer_type="adamw",
+    )
+    parts = getattr(built, "optimizers_dict", None)
+    return (built,) if parts is None else tuple(parts.values())

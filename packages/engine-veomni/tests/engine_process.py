@@ -1,0 +1,281 @@
+"""One rank of a slow test: runs a scenario and hard-exits after a barrier.
+
+A gloo rank that leaves while another still talks to it aborts now and then, so nothing is torn
+down: a barrier says that all are done, and the process ends.
+"""
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from scenario_data import (
+    EPS,
+    LEARNING_RATE,
+    TEMPERATURE,
+    VOCAB_SIZE,
+    batch,
+    batches_of,
+    loss_fn,
+    num_loss_tokens,
+    read_folder,
+)
+from torch import Tensor
+
+from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine, init_process_group
+from engine_veomni.build import check_experts
+from engine_veomni.veomni_state import VeomniState
+from parallel_state import ExtraParallelSizes, ParallelState
+from rl_contracts.testing.engine_contract import ENGINE_CHECKS, EngineUnderTest
+from rl_contracts.train import LossOutput, PackedBatch
+
+CPU = torch.device("cpu")
+
+
+def make_engine(
+    folder: Path,
+    *,
+    ep: int,
+    dp_replicate_size: int = 1,
+    **changes: Any,  # noqa: ANN401
+) -> VeomniEngine:
+    settings: dict[str, Any] = {
+        "model_path": str(folder),
+        "compute_dtype": "float32",
+        "temperature": TEMPERATURE,
+        "parallel": ParallelState(
+            dp_size=dist.get_world_size(),
+            dp_replicate_size=dp_replicate_size,
+            extra_parallel_sizes=ExtraParallelSizes.of(ep=ep),
+        ),
+        "optim": OptimConfig(
+            learning_rate=LEARNING_RATE, eps=EPS, weight_decay=0.01, max_grad_norm=None
+        ),
+        **changes,
+    }
+    config = VeomniConfig(**settings)
+    return VeomniEngine(config, device=CPU)
+
+
+def exported(engine: VeomniEngine) -> dict[str, Tensor]:
+    weights = list(engine.export_weights())
+    found = dict(weights)
+    assert len(found) == len(weights)
+    return found
+
+
+def assert_bit_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        difference = (found[name] - tensor).abs().max().item()
+        assert difference <= atol, f"{name} differs by {difference}"
+
+
+def raised(kind: type[Exception], action: Callable[[], object]) -> str:
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind.__name__}")
+
+
+def check_against_reference(engine: VeomniEngine, folder: Path) -> None:
+    """Logprobs, loss, gradient and one step are those of plain transformers on one process."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = load_file(folder / "reference.safetensors")
+    assert_bit_equal(exported(engine), read_folder(folder / "model"))
+    batches = batches_of(rank, world_size)
+    for given, logprobs in zip(batches, engine.logprobs(batches), strict=True):
+        pieces = logprobs.split(given.cu_seqlens.diff().tolist())
+        for name, piece in zip(given.trajectory_ids, pieces, strict=True):
+            difference = (piece - reference[name]).abs().max().item()
+            assert difference < 1e-5, f"{name} differs by {difference} nats"
+    metrics = engine.forward_backward(batches, loss_fn)
+    assert abs(metrics["loss"] - reference["loss"].item()) < 1e-5, metrics
+    assert abs(metrics["tokens"] - 1.0) < 1e-6, metrics
+    # a pass without gradient in between: weights that it left gathered would escape the step
+    engine.logprobs(batches)
+    step = engine.optim_step()
+    assert step.policy_version == engine.policy_version == 1
+    norm = reference["norm"].item()
+    assert abs(step.grad_norm - norm) < 1e-5 * max(1.0, norm), (step.grad_norm, norm)
+    assert_near(exported(engine), read_folder(folder / "stepped"), atol=1e-6)
+
+
+def check_errors(engine: VeomniEngine) -> None:
+    """A mistake on one rank is an error on all, and leaves an engine that works."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = batches_of(rank, world_size)
+    before = exported(engine)
+    text = raised(ValueError, lambda: engine.logprobs(batches[: 2 - rank]))
+    assert "same number of micro-batches on every rank, at least one, got [2, 1]" in text, text
+    assert "no gradient" in raised(RuntimeError, engine.optim_step)
+
+    def poisoned(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
+        output = loss_fn(policy_logprobs, batch)
+        bad = "row-4" in batch.trajectory_ids
+        return replace(output, loss=output.loss * (float("nan") if bad else 1.0))
+
+    text = raised(FloatingPointError, lambda: engine.forward_backward(batches, poisoned))
+    assert "rank 1, in a micro-batch with the trajectories row-3, row-4;" in text, text
+
+    def interrupted(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
+        raise KeyError(f"no reward for {policy_logprobs.shape} {batch.trajectory_ids}")
+
+    raised(KeyError, lambda: engine.forward_backward(batches, interrupted))
+    assert "no gradient" in raised(RuntimeError, engine.optim_step)
+    assert engine.policy_version == 0
+    assert_bit_equal(exported(engine), before)
+
+
+def check_guards(spread: VeomniEngine) -> None:
+    """What should never happen is told apart from what was asked for, with both numbers."""
+    # loaded here and not above: the CPU backend must be there before VeOmni is
+    from veomni.distributed import parallel_state as veomni_parallel_state  # noqa: PLC0415
+
+    parallel = ParallelState(dp_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=1))
+    text = raised(RuntimeError, lambda: check_experts(spread._model, parallel, spread._state))
+    assert "asks for 8 / 1 experts" in text, text
+    assert "in groups of 1, got 4 in groups of 2" in text, text
+
+    original = veomni_parallel_state.init_parallel_state
+
+    @functools.wraps(original)
+    def first_state_to_all(**_: object) -> object:
+        return spread._state._raw
+
+    veomni_parallel_state.init_parallel_state = first_state_to_all
+    text = raised(RuntimeError, lambda: VeomniState(parallel, device_type="cpu"))
+    veomni_parallel_state.init_parallel_state = original
+    assert "the state of another engine" in text, text
+    small = ParallelState(dp_size=1)
+    text = raised(ValueError, lambda: VeomniState(small, device_type="cpu"))
+    assert "needs 1 ranks" in text, text
+
+
+def check_resume(engine: VeomniEngine, folder: Path, *, ep: int) -> None:
+    """Saving and loading is not to be seen in the steps that follow."""
+    batches = batches_of(dist.get_rank(), dist.get_world_size())
+    engine.save_checkpoint(folder / f"checkpoint-{ep}")
+    engine.forward_backward(batches, loss_fn)
+    engine.optim_step()
+    again = make_engine(folder / "model", ep=ep)
+    again.load_checkpoint(folder / f"checkpoint-{ep}")
+    assert again.policy_version == 1
+    again.forward_backward(batches, loss_fn)
+    again.optim_step()
+    assert_bit_equal(exported(again), exported(engine))
+    raised(FileExistsError, lambda: engine.save_checkpoint(folder / f"checkpoint-{ep}"))
+
+
+def two_ranks(folder: Path) -> None:
+    spread = make_engine(folder / "model", ep=2)
+    sharding = spread.expert_sharding
+    assert (sharding.num_experts, sharding.num_local_experts, sharding.ep_size) == (8, 4, 2)
+    # another topology in the same process: not the state of the first
+    whole = make_engine(folder / "model", ep=1)
+    sharding = whole.expert_sharding
+    assert (sharding.num_experts, sharding.num_local_experts, sharding.ep_size) == (8, 8, 1)
+
+    check_guards(spread)
+    check_errors(spread)
+    check_against_reference(spread, folder)
+    check_against_reference(whole, folder)
+    assert_near(exported(spread), exported(whole), atol=1e-6)
+    check_resume(spread, folder, ep=2)
+    text = raised(ValueError, lambda: whole.load_checkpoint(folder / "checkpoint-2"))
+    assert "'ep': 2" in text, text
+    assert "'ep': 1}}; resume with the same degrees" in text, text
+    spread.save_pretrained(folder / "trained")
+    assert_bit_equal(read_folder(folder / "trained"), exported(spread))
+    (logprobs,) = spread.logprobs([batch((3, 4))])
+    (folder / f"trained-{dist.get_rank()}.txt").write_text(" ".join(map(repr, logprobs.tolist())))
+
+    square = make_engine(folder / "square", ep=2)
+    weights = exported(square)
+    assert_bit_equal(weights, read_folder(folder / "square"))
+    prefix = "model.layers.0.mlp.experts"
+    assert all(
+        torch.equal(weights[f"{prefix}.{n}.gate_proj.weight"], torch.ones(3, 3)) for n in (0, 1)
+    )
+    assert all(
+        torch.equal(weights[f"{prefix}.{n}.up_proj.weight"], torch.full((3, 3), 2.0))
+        for n in (0, 1)
+    )
+    assert torch.equal(weights[f"{prefix}.1.down_proj.weight"], torch.arange(9.0, 18.0).view(3, 3))
+
+
+def two_ranks_bfloat16(folder: Path) -> None:
+    """Checkpointed activations in bfloat16: near the float32 logprobs, exported in bfloat16."""
+    engine = make_engine(
+        folder / "model", ep=2, compute_dtype="bfloat16", activation_checkpointing=True
+    )
+    weights = exported(engine)
+    expected = {name: t.bfloat16() for name, t in read_folder(folder / "model").items()}
+    assert_bit_equal(weights, expected)
+    reference = load_file(folder / "reference.safetensors")
+    batches = batches_of(dist.get_rank(), dist.get_world_size())
+    logprobs = engine.logprobs(batches)
+    for given, values in zip(batches, logprobs, strict=True):
+        assert values.dtype == torch.float32
+        wanted = torch.cat([reference[name] for name in given.trajectory_ids])
+        assert (values - wanted).abs().max().item() < 0.1
+    engine.forward_backward(batches, loss_fn)
+    norm = reference["norm"].item()
+    assert abs(engine.optim_step().grad_norm - norm) < 0.1 * norm
+
+
+def four_ranks(folder: Path) -> None:
+    """Experts sharded within their ep rank (dp 4, ep 2), and two copies of the model (HSDP)."""
+    for dp_replicate_size, ep in ((1, 2), (2, 2), (1, 4)):
+        engine = make_engine(folder / "model", ep=ep, dp_replicate_size=dp_replicate_size)
+        assert engine.expert_sharding.num_local_experts == 8 // ep
+        check_against_reference(engine, folder)
+
+
+def contract(folder: Path) -> None:
+    """One rank meets every check of the contract."""
+    optim = OptimConfig(learning_rate=1e-2)
+    under_test = EngineUnderTest(
+        make=lambda: make_engine(folder / "model", ep=1, optim=optim), vocab_size=VOCAB_SIZE
+    )
+    for check in ENGINE_CHECKS:
+        check(under_test)
+    check_against_reference(make_engine(folder / "model", ep=1), folder)
+    assert num_loss_tokens() > 0
+
+
+def main() -> None:
+    name, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    init_process_group(
+        rank=rank, world_size=world_size, init_method=f"file://{folder}/{name}.store", timeout_s=120
+    )
+    status = 1
+    try:
+        globals()[name](Path(folder))
+        dist.barrier()
+        status = 0
+    except BaseException:  # noqa: BLE001 - the border of the process: shown, and told by its status
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Plain transformers, in a process that VeOmni never enters: models, logprobs, one AdamW step."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from scenario_data import (
+    ADVANTAGES,
+    EPS,
+    LEARNING_RATE,
+    LENGTHS,
+    MASKED_ROWS,
+    MODEL_ARGS,
+    PROMPT_LENGTH,
+    SQUARE_ARGS,
+    TEMPERATURE,
+    num_loss_tokens,
+    row,
+)
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+def row_logprobs(model: torch.nn.Module, index: int) -> torch.Tensor:
+    ids = row(index)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / TEMPERATURE
+    picked = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+    logprobs = torch.cat([torch.zeros(1), picked])
+    mask = (torch.arange(LENGTHS[index]) >= PROMPT_LENGTH) & (index not in MASKED_ROWS)
+    return torch.where(mask, logprobs, 0.0)
+
+
+def new_model(args: dict[str, Any]) -> Qwen3MoeForCausalLM:
+    config = Qwen3MoeConfig(**args, dtype="float32")
+    return Qwen3MoeForCausalLM(config)  # type: ignore[no-untyped-call]
+
+
+def make(folder: Path) -> None:
+    torch.manual_seed(0)
+    square = new_model(SQUARE_ARGS)
+    with torch.no_grad():
+        experts = square.model.layers[0].mlp.experts
+        experts.gate_up_proj[:, :3] = 1.0
+        experts.gate_up_proj[:, 3:] = 2.0
+        experts.down_proj.copy_(torch.arange(18.0).view(2, 3, 3))
+    square.save_pretrained(folder / "square")
+
+    model = new_model(MODEL_ARGS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder / "model")
+    logprobs = {f"row-{index}": row_logprobs(model, index) for index in range(len(LENGTHS))}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
+    sums = torch.stack([logprobs[f"row-{index}"].sum() for index in range(len(LENGTHS))])
+    loss = -(torch.tensor(ADVANTAGES) * sums).sum() / num_loss_tokens()
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    optimizer.step()
+    model.save_pretrained(folder / "stepped")
+    save_file(
+        {
+            **{name: value.detach() for name, value in logprobs.items()},
+            "loss": loss.detach(),
+            "norm": norm,
+        },
+        folder / "reference.safetensors",
+    )
+
+
+def reload(folder: Path) -> None:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
+    model, report = loaded
+    assert not any(report.values()), report
+    logprobs = {f"row-{index}": row_logprobs(model, index) for index in range(len(LENGTHS))}
+    save_file(
+        {name: value.detach() for name, value in logprobs.items()}, folder / "reloaded.safetensors"
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"make": make, "reload": reload}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,50 @@
+"""A layout as text: which rank sits where on every axis, and which groups it is in."""
+
+from collections.abc import Sequence
+
+from parallel_state.layout import axis_groups, axis_names, rank_coordinates
+from parallel_state.sizes import AxisT
+from parallel_state.state import ParallelState
+
+_SHORTEST_RANGE = 3
+"""Fewer ranks than this are written out."""
+
+
+def layout_picture(state: ParallelState[AxisT]) -> str:
+    """Draw `state`: a table with a line per rank and one with the groups of every axis.
+
+    Axes of size 1 are left out: on them every rank is alone. The ranks of a group are evenly
+    spaced: from three on they are written `first-last`, and `first-last:step` for other steps
+    than 1.
+    """
+    groups = {name: axis_groups(state, name) for name in axis_names(state)}
+    groups = {name: found for name, found in groups.items() if len(found[0]) > 1}
+    lines = [f"{state.world_size} ranks: {state!r}"]
+    if not groups:
+        return "\n".join([*lines, "every rank is alone on every axis", ""])
+    header = ["rank", *groups]
+    widths = [max(len(name), len(str(state.world_size - 1))) for name in header]
+    lines += ["", _row(header, widths)]
+    for rank in range(state.world_size):
+        coordinates = rank_coordinates(state, rank)
+        cells = [rank, *(coordinates[name] for name in groups)]
+        lines.append(_row([str(cell) for cell in cells], widths))
+    lines += ["", "groups"]
+    label = max(len(name) for name in groups)
+    lines += [
+        f"  {name:<{label}}  {'  '.join(_ranks(group) for group in found)}"
+        for name, found in groups.items()
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _ranks(group: Sequence[int]) -> str:
+    # The axes of a group are neighbours in the grid, so its ranks are evenly spaced.
+    if len(group) < _SHORTEST_RANGE:
+        return ",".join(map(str, group))
+    step = group[1] - group[0]
+    return f"{group[0]}-{group[-1]}" + ("" if step == 1 else f":{step}")

@@ -1,0 +1,79 @@
+"""The picture of a layout, compared as text, and the command that prints it."""
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from parallel_state import ExtraParallelSizes, ParallelState
+from parallel_state.__main__ import main
+from parallel_state.picture import layout_picture
+
+
+def test_the_picture_of_eight_ranks() -> None:
+    """Two replicas of four shards with ep 2, drawn by hand."""
+    state = ParallelState(
+        dp_size=8, dp_replicate_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=2)
+    )
+    title, _, drawing = layout_picture(state).partition("\n\n")
+    assert title == f"8 ranks: {state!r}"
+    assert drawing == dedent("""\
+        rank  dp_replicate  dp_shard  fsdp  data  ep  ep_fsdp
+           0             0         0     0     0   0        0
+           1             0         1     1     1   1        0
+           2             0         2     2     2   0        1
+           3             0         3     3     3   1        1
+           4             1         0     0     4   0        0
+           5             1         1     1     5   1        0
+           6             1         2     2     6   0        1
+           7             1         3     3     7   1        1
+
+        groups
+          dp_replicate  0,4  1,5  2,6  3,7
+          dp_shard      0-3  4-7
+          fsdp          0-3  4-7
+          data          0-7
+          ep            0,1  2,3  4,5  6,7
+          ep_fsdp       0,2  1,3  4,6  5,7
+        """)
+
+
+def test_steps_between_ranks_show() -> None:
+    """With two tensor ranks a group takes every second rank; pairs are written out."""
+    picture = layout_picture(ParallelState(dp_size=3, tensor_size=2))
+    assert "  dp_shard  0-4:2  1-5:2\n" in picture
+    assert "  tensor    0,1  2,3  4,5\n" in picture
+
+
+def test_one_rank_has_no_groups() -> None:
+    """A world of one has nothing to draw."""
+    assert layout_picture(ParallelState()).endswith("every rank is alone on every axis\n")
+
+
+def test_the_command_prints_the_picture() -> None:
+    """`python -m parallel_state show` fills the world, further axes included."""
+    command = [sys.executable, "-m", "parallel_state", "show", "--world-size", "16", "--ep", "8"]
+    done = subprocess.run(
+        [*command, "--extra", "emb=2"], capture_output=True, text=True, check=True, timeout=60
+    )
+    state = ParallelState(dp_size=16, extra_parallel_sizes=ExtraParallelSizes({"ep": 8, "emb": 2}))
+    assert done.stdout == layout_picture(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "6", "--ep", "4"], "extra_parallel_sizes['ep'] = 4 must divide"),
+        (["--world-size", "8", "--extra", "emb"], "expected NAME=SIZE such as emb=2, got 'emb'"),
+        (["--world-size", "8", "--extra", "ep=2"], "the axis 'ep' was given twice"),
+    ],
+)
+def test_the_command_refuses_with_the_rule(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, and the words of the rule."""
+    with pytest.raises(SystemExit) as caught:
+        main(["show", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
