@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
-
-import torch
+from typing import Literal, Protocol, final
 
 from async_policy import Actor
 from device_env import snapshot
@@ -28,6 +26,9 @@ from rollout_vllm import PublishedWeights, VllmConfig, VllmSampler, publish_weig
 class Engine(TrainEngine, Checkpointable, PretrainedExporter, Protocol):
     """What the trainer needs of an engine: engine-fsdp and engine-veomni both fit."""
 
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+"""What a sampler may take weights in."""
 
 MakeEngine = Callable[[int, int, str], Engine]
 """(rank, number of ranks, where they meet) to an engine; runs in the rank's own process."""
@@ -63,7 +64,7 @@ class TrainerRank:
         step = self._engine.optim_step()
         return TrainResult(step=step, metrics=metrics, seconds=time.monotonic() - begin)
 
-    def publish(self, folder: Path, dtype: str) -> PublishedWeights | None:
+    def publish(self, folder: Path, dtype: Dtype) -> PublishedWeights | None:
         """Put the weights where the sampler finds them; rank 0 writes, the others take part."""
         weights = self._engine.export_weights()
         if self._rank > 0:
@@ -107,13 +108,12 @@ class Trainer:
         )
         return results[0]
 
-    async def publish(self, dtype: str) -> PublishedWeights:
+    async def publish(self, dtype: Dtype) -> PublishedWeights:
         """Put the present weights where a sampler finds them."""
         results = await asyncio.gather(
             *(rank.call(TrainerRank.publish, self._weights_folder, dtype) for rank in self.ranks)
         )
-        published = results[0]
-        assert published is not None  # rank 0 publishes
+        (published,) = (result for result in results if result is not None)
         return published
 
     async def save_checkpoint(self, folder: Path) -> None:
@@ -171,8 +171,3 @@ class SamplerActor:
         """End vLLM and its processes."""
         if self._sampler is not None:
             await self._sampler.close()
-
-
-def use_threads(num_threads: int) -> None:
-    """How many cores a trainer rank computes on."""
-    torch.set_num_threads(num_threads)

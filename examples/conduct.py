@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import attrs
 from actors import MakeEngine, SamplerActor, Trainer, TrainerRank
@@ -24,13 +25,14 @@ from async_policy import (
     Actor,
     Checkpoint,
     Cluster,
+    JsonValue,
     Scheduler,
     local_cluster,
     read_json,
     wait_ready,
     write_json,
 )
-from device_env import Report, worker_environment
+from device_env import Device, worker_environment
 from rl_contracts import PolicyVersion, SamplingParams
 from rl_metrics import (
     CompletionPair,
@@ -113,7 +115,8 @@ def conduct(
     loop: LoopConfig,
     settings: RunSettings,
     folder: RunFolder,
-    machine: Report,
+    *,
+    device: Device,
     console: Console,
 ) -> bool:
     """Run or go on with a job; False if Ctrl-C ended it before its last step."""
@@ -132,7 +135,7 @@ def conduct(
         tokenizer=tokenizer,
     )
     threads = settings.trainer_threads or len(os.sched_getaffinity(0))
-    environment = worker_environment(machine.device, num_threads=threads)
+    environment = worker_environment(device, num_threads=threads)
     with (
         local_cluster(num_cpus=job.num_ranks + 1, environment=environment) as cluster,
         tempfile.TemporaryDirectory(prefix="rl-weights-", dir=shared_memory()) as weights,
@@ -202,9 +205,7 @@ class Conductor:
         schedule = self.loop.schedule()
         if self.checkpoint is None:
             return Scheduler(schedule)
-        state = read_json(self.checkpoint.path / "scheduler.json")
-        if not isinstance(state, dict):
-            raise ValueError(f"expected a table in {self.checkpoint.path / 'scheduler.json'}")
+        state = cast("dict[str, JsonValue]", read_json(self.checkpoint.path / "scheduler.json"))
         return Scheduler.from_state(state, schedule)
 
     async def record_environments(self, trainer: Trainer, sampler: Actor[SamplerActor]) -> None:

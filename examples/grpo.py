@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import attrs
 import torch
-from actors import SamplerActor, Trainer
+from actors import Dtype, SamplerActor, Trainer
 from jaxtyping import Float
 from torch import Tensor
 
@@ -194,7 +194,7 @@ async def train(
     trainer: Trainer,
     sampler: Actor[SamplerActor],
     *,
-    dtype: str,
+    dtype: Dtype,
     evaluate: Callable[[], Awaitable[dict[str, float]]],
     finish_step: Callable[[int, dict[str, float]], Awaitable[bool]],
 ) -> None:

@@ -17,18 +17,23 @@ import attrs
 import torch
 from actors import Engine
 from conduct import Job, RunSettings
-from engine_veomni import (
-    VeomniConfig as EngineConfig,
-    VeomniEngine as TheEngine,
-    OptimConfig,
-    init_process_group,
-)  # the engine
 from grpo import LoopConfig
 from launch import main
+from tiny_moe import model_folder, sorting_problems, tiny_moe_folder
+
+from engine_veomni import (
+    OptimConfig,
+    init_process_group,
+)
+from engine_veomni import (
+    VeomniConfig as EngineConfig,
+)  # the engine
+from engine_veomni import (
+    VeomniEngine as TheEngine,
+)
 from parallel_state import ExtraParallelSizes, ParallelState
 from rl_tasks import ExactMatch
 from rollout_vllm import VllmConfig
-from tiny_moe import model_folder, sorting_problems, tiny_moe_folder
 
 NUM_HELDOUT = 40
 NUM_TRAIN = 1000

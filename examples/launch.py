@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from run_folder import RunFolder
 
 from async_policy import AsyncPolicyError
-from device_env import Report, examine
+from device_env import Device, Report, examine
 from rl_contracts import ConfigError, effective_toml, load_config, settings_help
 from rollout_vllm import RolloutError
 
@@ -38,6 +39,20 @@ class RunConfig(Protocol):
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What would run."""
+
+    job: Job
+    loop: LoopConfig
+    run: RunSettings
+    folder: RunFolder | None
+    """The run to go on with; None for a new one."""
+
+    effective: str
+    """The effective configuration."""
+
+
 def main(
     config_class: type[ConfigT],
     make_job: Callable[[ConfigT], Job],
@@ -50,34 +65,60 @@ def main(
     0: done; 1: failed while running; 2: refused before anything started; 130: stopped by Ctrl-C.
     """
     arguments = parse(config_class, description, argv)
-    console = Console()
+    machine = examine(os.environ)
+    for finding in machine.findings:
+        if finding.level != "note":
+            say = f"{finding.level}: {finding.variable}: {finding.message}; {finding.fix}"
+            print(say, file=sys.stderr)
     try:
-        folder = None
-        if arguments.resume is not None:
-            wanted = Path(arguments.resume) if arguments.resume else None
-            folder = RunFolder.find(wanted, parent=attrs.fields(RunSettings).folder.default)
-        loaded = load_config(
-            config_class,
-            file=folder.config if folder else arguments.config,
-            overrides=arguments.overrides,
-        )
-        job = make_job(loaded.value)
-        machine = examine(os.environ)
-        text = effective_toml(loaded, derived=derived(job, machine))
+        plan = make_plan(config_class, make_job, arguments, machine)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    errors = [finding for finding in machine.findings if finding.level == "error"]
-    for finding in errors:
-        print(f"{finding.variable}: {finding.message}; {finding.fix}", file=sys.stderr)
     if arguments.dry_run:
-        print(text, end="")
-    if errors or arguments.dry_run:
-        return 2 if errors else 0
-    folder = folder or RunFolder.create(loaded.value.run.folder, job.name)
-    folder.config.write_text(text)
+        print(plan.effective, end="")
+    if machine.device is None or not machine.healthy:
+        return 2
+    return 0 if arguments.dry_run else execute(plan, machine.device)
+
+
+def make_plan(
+    config_class: type[ConfigT],
+    make_job: Callable[[ConfigT], Job],
+    arguments: argparse.Namespace,
+    machine: Report,
+) -> Plan:
+    """Read the configuration and put the job together; loads and writes nothing.
+
+    Raises:
+        ConfigError: for a configuration that is refused; lists everything that is wrong.
+        ValueError: for settings that do not go together, or no run to go on with.
+    """
+    folder = None
+    if arguments.resume is not None:
+        wanted = Path(arguments.resume) if arguments.resume else None
+        folder = RunFolder.find(wanted, parent=RunSettings().folder)
+    loaded = load_config(
+        config_class,
+        file=folder.config if folder else arguments.config,
+        overrides=arguments.overrides,
+    )
+    job = make_job(loaded.value)
+    return Plan(
+        job=job,
+        loop=loaded.value.loop,
+        run=loaded.value.run,
+        folder=folder,
+        effective=effective_toml(loaded, derived=derived(job, machine)),
+    )
+
+
+def execute(plan: Plan, device: Device) -> int:
+    """Run the plan; the exit status."""
+    folder = plan.folder or RunFolder.create(plan.run.folder, plan.job.name)
+    folder.config.write_text(plan.effective)
     try:
-        finished = conduct(job, loaded.value.loop, loaded.value.run, folder, machine, console)
+        finished = conduct(plan.job, plan.loop, plan.run, folder, device=device, console=Console())
     except (AsyncPolicyError, RolloutError) as error:
         print(f"\n{error}\n{folder.how_to_resume()}", file=sys.stderr)
         return 1
@@ -126,7 +167,7 @@ def parse(config_class: type, description: str, argv: Sequence[str] | None) -> a
 def derived(job: Job, machine: Report) -> Mapping[str, tuple[object, str]]:
     """Values that were not set but follow, for the effective configuration."""
     values: dict[str, tuple[object, str]] = {
-        "device": (machine.device.kind, "found by device-env"),
+        "device": (machine.device.kind if machine.device else "none", "found by device-env"),
         "trainer.ranks": (job.num_ranks, "processes that train"),
     }
     for name, value in plain_settings(job.engine_config, "engine."):

@@ -14,8 +14,10 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
@@ -61,6 +63,9 @@ def default_cache() -> Path:
     return cache_root() / f"smollm2-135m-instruct-{version}"
 
 
+Rows = npt.NDArray[np.float32]
+
+
 def smollm2_folder(folder: Path | None = None) -> Path:
     """The converted model; converts it first if it is not there yet.
 
@@ -92,8 +97,9 @@ def convert(folder: Path) -> None:
     reader = GGUFReader(str(source))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(fields)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.load_state_dict(_weights(reader, config), strict=True)
+    model = LlamaForCausalLM(config)
+    model.bfloat16()
+    model.load_state_dict(_weights(reader, fields), strict=True)
     model.tie_weights()
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
@@ -104,26 +110,31 @@ def convert(folder: Path) -> None:
     _tokenizer(fields).save_pretrained(folder)
 
 
-def _config(fields: Mapping[str, object]) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=fields["llama.vocab_size"],
-        hidden_size=fields["llama.embedding_length"],
-        intermediate_size=fields["llama.feed_forward_length"],
-        num_hidden_layers=fields["llama.block_count"],
-        num_attention_heads=fields["llama.attention.head_count"],
-        num_key_value_heads=fields["llama.attention.head_count_kv"],
-        max_position_embeddings=fields["llama.context_length"],
-        rms_norm_eps=fields["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
-        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
-        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
-        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
-        tie_word_embeddings=True,
-        dtype="bfloat16",
+def _config(fields: Mapping[str, Any]) -> LlamaConfig:
+    return LlamaConfig.from_dict(
+        {
+            "vocab_size": fields["llama.vocab_size"],
+            "hidden_size": fields["llama.embedding_length"],
+            "intermediate_size": fields["llama.feed_forward_length"],
+            "num_hidden_layers": fields["llama.block_count"],
+            "num_attention_heads": fields["llama.attention.head_count"],
+            "num_key_value_heads": fields["llama.attention.head_count_kv"],
+            "max_position_embeddings": fields["llama.context_length"],
+            "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": fields["llama.rope.freq_base"],
+            },
+            "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+            "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+            "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+        }
     )
 
 
-def _weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
+def _weights(reader: GGUFReader, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
         values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
@@ -135,29 +146,24 @@ def _weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]
             _, layer, part, _ = tensor.name.split(".")
             name = f"model.layers.{layer}.{TENSOR_NAMES[part]}.weight"
             if part in {"attn_q", "attn_k"}:
-                heads = (
-                    config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-                )
-                values = _rows_of_halves(values, heads)
+                count = "head_count" if part == "attn_q" else "head_count_kv"
+                values = _rows_of_halves(values, fields[f"llama.attention.{count}"])
         weights[name] = torch.from_numpy(values.copy()).to(torch.bfloat16)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
 
 
-def _rows_of_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """From GGUF's interleaved rotary pairs to the two halves of each head that transformers uses."""
+def _rows_of_halves(values: Rows, num_heads: int) -> Rows:
+    """From GGUF's interleaved rotary pairs to the halves of each head that transformers uses."""
     rows, columns = values.shape
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
-def _tokenizer(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
+def _tokenizer(fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     tokens, merges, types = (
         fields[f"tokenizer.ggml.{part}"] for part in ("tokens", "merges", "token_type")
     )
-    assert isinstance(tokens, list)
-    assert isinstance(merges, list)
-    assert isinstance(types, list)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
@@ -180,7 +186,7 @@ def _tokenizer(fields: Mapping[str, object]) -> PreTrainedTokenizerFast:
         ]
     )
     named = {
-        name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]  # type: ignore[call-overload]
+        name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
         for name, key in (
             ("bos_token", "bos"),
             ("eos_token", "eos"),

@@ -1,7 +1,7 @@
 """A mixture-of-experts model small enough for a laptop: a Qwen3-MoE that half knows how to sort.
 
 448 thousand parameters, 8 experts of which 2 work on a token, one token per character. A short
-supervised warm-up on demonstrations of which a third are wrong gives it a policy that is right
+supervised warm-up on demonstrations most of which are shuffled gives it a policy that is right
 sometimes: something for reinforcement learning to find.
 """
 
@@ -12,17 +12,18 @@ import tempfile
 from pathlib import Path
 
 import torch
-from rl_tasks import ChatMessage, Problem
 from smollm2 import cache_root
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl_tasks import ChatMessage, Problem
 
 CHARACTERS = " 0123456789=orst"
 PAD, END = "<pad>", "<end>"
 MAX_DIGITS = 5
 WARM_UP_STEPS = 300
 WARM_UP_ROWS = 64
-WRONG_SHARE = 0.35
+WRONG_SHARE = 0.6
 LEARNING_RATE = 3e-3
 
 
@@ -88,27 +89,29 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 def warmed_up(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
     """A model trained on demonstrations, some of them wrong."""
-    end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.manual_seed(0)
     generator = random.Random(0)  # noqa: S311  # nothing secret
     model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            moe_intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            max_position_embeddings=64,
-            tie_word_embeddings=False,
-            eos_token_id=end,
-            pad_token_id=pad,
-            dtype="float32",
+        Qwen3MoeConfig.from_dict(
+            {
+                "vocab_size": len(tokenizer),
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "moe_intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+                "max_position_embeddings": 64,
+                "tie_word_embeddings": False,
+                "eos_token_id": end,
+                "pad_token_id": pad,
+                "dtype": "float32",
+            }
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -135,8 +138,7 @@ def demonstration(
     if generator.random() < WRONG_SHARE:
         generator.shuffle(answer)
     prompt = tokenizer.encode(f"sort {''.join(digits)}=")
-    end = tokenizer.convert_tokens_to_ids(END)
-    return [*prompt, *tokenizer.encode("".join(answer)), end], len(prompt)
+    return [*prompt, *tokenizer.encode("".join(answer)), tokenizer.eos_token_id], len(prompt)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import settings
 from jaxtyping import install_import_hook
 
 # In force for the first import of the package, whichever test makes it.
 with install_import_hook("algos_gspo_dapo_grpo", "beartype.beartype"):
     import algos_gspo_dapo_grpo  # noqa: F401
-
-# No deadline: the machine may be busy, and no law here is about time.
-settings.register_profile("algos", deadline=None, max_examples=50, derandomize=True)
-settings.load_profile("algos")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algos_gspo_dapo_grpo import (
@@ -18,6 +18,8 @@ from algos_gspo_dapo_grpo import (
 )
 
 Scores = list[float]
+# No deadline: the machine may be busy, and no law here is about time.
+LAW = settings(deadline=None, max_examples=25, derandomize=True)
 UNIFORM: Scores = [1.0, 1.0]
 MIXED: Scores = [0.0, 1.0]
 
@@ -119,6 +121,7 @@ def test_scores_that_are_not_finite_do_not_make_a_signal() -> None:
     assert is_informative([1.0, math.nan, 0.0])
 
 
+@LAW
 @given(
     kinds=st.lists(st.booleans(), max_size=40),
     num_groups=st.integers(1, 5),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,6 +43,8 @@ CONFIGS: dict[str, PolicyLoss] = {
         rollout_correction=TokenTruncation(cap=1.2),
     ),
 }
+# No deadline: the machine may be busy, and no law here is about time.
+LAW = settings(deadline=None, max_examples=25, derandomize=True)
 EVERY_LOSS = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -127,6 +129,7 @@ def _padded(rows: list[Row], config: PolicyLoss, counts: BatchCounts | None = No
 
 
 @EVERY_LOSS
+@LAW
 @given(rows=batches())
 def test_packed_equals_padded(config: PolicyLoss, rows: list[Row]) -> None:
     """A16, A17: both layouts give the same loss, gradient and metrics; padding may be NaN."""
@@ -134,6 +137,7 @@ def test_packed_equals_padded(config: PolicyLoss, rows: list[Row]) -> None:
 
 
 @EVERY_LOSS
+@LAW
 @given(rows=batches(), cuts=st.sets(st.integers(1, 5)), layouts=st.lists(st.booleans()))
 def test_any_split_adds_up_to_the_whole(
     config: PolicyLoss, rows: list[Row], cuts: set[int], layouts: list[bool]
@@ -159,6 +163,7 @@ def test_any_split_adds_up_to_the_whole(
 
 
 @EVERY_LOSS
+@LAW
 @given(rows=batches(), seed=st.integers(0, 1000))
 def test_the_order_of_sequences_does_not_matter(
     config: PolicyLoss, rows: list[Row], seed: int
@@ -175,6 +180,7 @@ def test_the_order_of_sequences_does_not_matter(
 
 
 @EVERY_LOSS
+@LAW
 @given(rows=batches(), scale=st.sampled_from([1.0, 1e2, 1e4]))
 def test_everything_stays_finite(config: PolicyLoss, rows: list[Row], scale: float) -> None:
     """A14's kind: log-probabilities up to 1e4 nats apart give finite loss, gradient and metrics."""
@@ -189,6 +195,7 @@ def test_everything_stays_finite(config: PolicyLoss, rows: list[Row], scale: flo
 
 
 @EVERY_LOSS
+@LAW
 @given(rows=batches())
 def test_the_gradient_is_that_of_the_value(config: PolicyLoss, rows: list[Row]) -> None:
     """Central differences along a random direction agree with the gradient, away from kinks."""

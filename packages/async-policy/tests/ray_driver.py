@@ -178,7 +178,7 @@ async def report(cluster: Cluster) -> dict[str, JsonValue]:
     seen["descriptions"] = [
         describe_failure(error, actor="trainer", method="step")
         for error in (
-            exceptions.OutOfMemoryError("7 of 8 GB were used"),
+            exceptions.OutOfMemoryError("7 of 8 GB were used"),  # type: ignore[no-untyped-call]
             exceptions.RuntimeEnvSetupError("no such package"),
             exceptions.ActorUnavailableError("the network is down", None),
             exceptions.TaskCancelledError(error_message="it was cancelled"),

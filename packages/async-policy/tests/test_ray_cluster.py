@@ -189,7 +189,7 @@ def test_signal_leaves_nothing_behind(
 def test_killed_driver_takes_its_cluster_along(
     waiting_driver: tuple[subprocess.Popen[bytes], list[int]],
 ) -> None:
-    """kill -9 of the driver: the guard ends the cluster's processes and removes its private folder."""
+    """kill -9 of the driver: the guard ends its cluster and removes the private folder."""
     driver, processes = waiting_driver
     folder = ray_folder(driver.pid)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_logprobs_equal_plain_transformers(save_model: SaveModel) -> None:
     folder = save_model("llama")
     [batch] = _batches()
     [got] = _engine(folder, temperature=0.7).logprobs([batch])
-    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
     starts = batch.cu_seqlens.tolist()
     for begin, end in pairwise(starts):
         row = batch.token_ids[begin:end]
@@ -304,6 +305,31 @@ def test_a_detached_loss_is_refused(save_model: SaveModel) -> None:
 
     with pytest.raises(ValueError, match=r"loss of micro-batch 0 carries no gradient"):
         _engine(save_model()).forward_backward(_batches(), detached)
+
+
+def test_a_loss_function_that_raises_leaves_nothing_behind(save_model: SaveModel) -> None:
+    """Its exception comes through; the part of the gradient before it is gone, and the next call
+    gives what a fresh engine gives.
+    """
+    folder = save_model()
+    batches = _batches(8)
+
+    def raising(policy_logprobs: Float[Tensor, " tokens"], batch: PackedBatch) -> LossOutput:
+        if batch is batches[1] or batch.trajectory_ids == batches[1].trajectory_ids:
+            raise KeyError("reward")
+        return _loss(policy_logprobs, batch)
+
+    norms = []
+    for fails_first in (True, False):
+        engine = _engine(folder)
+        if fails_first:
+            with pytest.raises(KeyError, match="reward"):
+                engine.forward_backward(batches, raising)
+            with pytest.raises(RuntimeError, match=r"no gradient"):
+                engine.optim_step()
+        engine.forward_backward(batches, _loss)
+        norms.append(engine.optim_step().grad_norm)
+    assert norms[0] == norms[1]
 
 
 def test_metrics_are_added_up(save_model: SaveModel) -> None:

@@ -102,5 +102,7 @@ def test_checkpointing_changes_no_gradient(save_model: SaveModel) -> None:
         calls.append(arguments[3].num_calls)
     assert calls == [2, 4]
     for name, gradient in gradients[0].items():
+        again = gradients[1][name]
         assert gradient is not None
-        assert torch.equal(gradient, gradients[1][name])
+        assert again is not None
+        assert torch.equal(gradient, again)

@@ -137,6 +137,15 @@ def check_errors(engine: VeomniEngine) -> None:
         raise KeyError(f"no reward for {policy_logprobs.shape} {batch.trajectory_ids}")
 
     raised(KeyError, lambda: engine.forward_backward(batches, interrupted))
+
+    def steep(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
+        # finite, and without a derivative
+        cliff = (0.0 * policy_logprobs.sum()).sqrt() if rank == 1 else 0.0
+        return LossOutput(loss=loss_fn(policy_logprobs, batch).loss + cliff, metrics={})
+
+    engine.forward_backward(batches, steep)
+    text = raised(FloatingPointError, engine.optim_step)
+    assert "norm is nan at policy version 0; the gradient was dropped" in text, text
     assert "no gradient" in raised(RuntimeError, engine.optim_step)
     assert engine.policy_version == 0
     assert_bit_equal(exported(engine), before)
@@ -165,6 +174,31 @@ def check_guards(spread: VeomniEngine) -> None:
     small = ParallelState(dp_size=1)
     text = raised(ValueError, lambda: VeomniState(small, device_type="cpu"))
     assert "needs 1 ranks" in text, text
+
+
+def check_clipping(folder: Path) -> None:
+    """A step that is clipped to half the norm is that of the halved loss, on experts too."""
+    norm = load_file(folder / "reference.safetensors")["norm"].item()
+    batches = batches_of(dist.get_rank(), dist.get_world_size())
+
+    def halved(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
+        output = loss_fn(policy_logprobs, batch)
+        return replace(output, loss=output.loss / 2)
+
+    results = []
+    for max_grad_norm, loss in ((norm / 2, loss_fn), (None, halved)):
+        optim = OptimConfig(
+            learning_rate=LEARNING_RATE, eps=EPS, max_grad_norm=max_grad_norm, warmup_steps=2
+        )
+        engine = make_engine(folder / "model", ep=2, optim=optim)
+        assert engine.learning_rate == LEARNING_RATE / 2
+        engine.forward_backward(batches, loss)
+        engine.optim_step()
+        assert engine.learning_rate == LEARNING_RATE
+        results.append(exported(engine))
+    assert_near(results[0], results[1], atol=1e-6)
+    moved = {name: results[0][name] - old for name, old in read_folder(folder / "model").items()}
+    assert max(difference.abs().max().item() for difference in moved.values()) > 1e-4
 
 
 def check_resume(engine: VeomniEngine, folder: Path, *, ep: int) -> None:
@@ -205,6 +239,7 @@ def two_ranks(folder: Path) -> None:
     (logprobs,) = spread.logprobs([batch((3, 4))])
     (folder / f"trained-{dist.get_rank()}.txt").write_text(" ".join(map(repr, logprobs.tolist())))
 
+    check_clipping(folder)
     square = make_engine(folder / "square", ep=2)
     weights = exported(square)
     assert_bit_equal(weights, read_folder(folder / "square"))

@@ -79,7 +79,10 @@ def test_engine_with_other_settings_is_refused() -> None:
         "async_scheduling": EffectiveArgument(value=True, origin="VllmConfig.engine_args"),
         "seed": EffectiveArgument(value=0, origin="VllmConfig.seed"),
     }
-    reported = {"scheduler": {"async_scheduling": False}, "model": {"seed": 0}}
+    reported: dict[str, dict[str, object]] = {
+        "scheduler": {"async_scheduling": False},
+        "model": {"seed": 0},
+    }
     with pytest.raises(
         StartError,
         match=r"configured: async_scheduling = True \(VllmConfig.engine_args\), .* reports False$",

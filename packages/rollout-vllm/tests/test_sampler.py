@@ -318,7 +318,7 @@ def test_cancelling_frees_the_places(tied: Running) -> None:
     async def cancel_and_sample() -> Completion:
         params = SamplingParams(max_new_tokens=250)
         tasks = [
-            asyncio.create_task(tied.sampler.sample([5], num_samples=8, params=params))
+            asyncio.create_task(tied.sampler.sample([5], num_samples=64, params=params))
             for _ in range(8)
         ]
         await asyncio.sleep(0.2)

@@ -39,7 +39,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, final, overload
 
-from async_policy.cluster_processes import CLUSTER_MARK, END_GRACE_S, end_processes, guarded
+from async_policy.cluster_processes import (
+    CLUSTER_MARK,
+    END_GRACE_S,
+    cluster_processes,
+    end_processes,
+    guarded,
+)
 from async_policy.errors import (
     ActorError,
     ActorLostError,
@@ -390,8 +396,9 @@ def local_cluster(
             )
         finally:
             with _interrupts_ignored():
+                known = cluster_processes(mark, folder)
                 ray.shutdown()
-                end_processes(mark, grace_s=END_GRACE_S)
+                end_processes(mark, folder, known=known, grace_s=END_GRACE_S)
                 if keep_logs_in is not None and log_folder.is_dir():
                     shutil.copytree(log_folder, keep_logs_in, dirs_exist_ok=True)
                 shutil.rmtree(folder)

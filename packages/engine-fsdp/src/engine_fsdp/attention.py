@@ -17,7 +17,7 @@ of 51, of 4 x 512 tokens 98 instead of 94 (torch 2.13, one thread).
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -67,7 +67,9 @@ class PackedSequences:
         """Attention calls that used this layout, to see that it is in use."""
 
     @classmethod
-    def of(cls, cu_seqlens: Int[Tensor, " sequences_plus_1"], device: torch.device) -> Self:
+    def of(
+        cls, cu_seqlens: Int[Tensor, " sequences_plus_1"], device: torch.device
+    ) -> "PackedSequences":
         """Lay out the sequences that begin at `cu_seqlens`, a tensor on the CPU."""
         starts: list[int] = cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
@@ -98,14 +100,14 @@ class PackedSequences:
         """Put each token into its slot; zeros elsewhere."""
         if self.slots is None:
             return rows
-        spread: Tensor = _Spread.apply(rows, self.slots, self.num_slots)
+        spread: Tensor = _Spread.apply(rows, self.slots, self.num_slots)  # type: ignore[no-untyped-call]
         return spread
 
     def collect(self, rows: Float[Tensor, "slots heads dim"]) -> Float[Tensor, "tokens heads dim"]:
         """Take each token out of its slot."""
         if self.slots is None:
             return rows
-        collected: Tensor = _Collect.apply(rows, self.slots)
+        collected: Tensor = _Collect.apply(rows, self.slots)  # type: ignore[no-untyped-call]
         return collected
 
 

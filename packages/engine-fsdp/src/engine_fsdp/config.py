@@ -1,6 +1,6 @@
 """What can be configured; every setting takes effect, in every combination that is accepted."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 
@@ -10,9 +10,22 @@ DType = Literal["float32", "bfloat16"]
 """Names of the floating-point types that weights are computed with and exported in."""
 
 
+def _known_dtype(_: object, attribute: "attrs.Attribute[Any]", value: str | None) -> None:
+    if value is not None and value not in get_args(DType):
+        known = " or ".join(get_args(DType))
+        message = f"{attribute.name}: expected {known}, got {value!r}"
+        raise ValueError(message)
+
+
 def _fraction(_: object, attribute: "attrs.Attribute[Any]", value: tuple[float, float]) -> None:
     if not all(0.0 <= beta < 1.0 for beta in value):
         message = f"{attribute.name}: expected two numbers of at least 0 and below 1, got {value}"
+        raise ValueError(message)
+
+
+def _positive_or_none(_: object, attribute: "attrs.Attribute[Any]", value: float | None) -> None:
+    if value is not None and not value > 0.0:
+        message = f"{attribute.name}: expected a number above 0, or None for no limit, got {value}"
         raise ValueError(message)
 
 
@@ -33,9 +46,7 @@ class OptimConfig:
     """Share of each weight, times the learning rate, taken off per step; of all weights, norms
     included. Default: torch 2.13 and verl."""
 
-    max_grad_norm: float | None = attrs.field(
-        default=1.0, validator=attrs.validators.optional(attrs.validators.gt(0.0))
-    )
+    max_grad_norm: float | None = attrs.field(default=1.0, validator=_positive_or_none)
     """The whole gradient is scaled down to this L2 norm; None leaves it. Default: verl."""
 
     warmup_steps: int = attrs.field(default=0, validator=attrs.validators.ge(0))
@@ -84,11 +95,11 @@ class FsdpConfig:
     optim: OptimConfig
     """The optimizer."""
 
-    compute_dtype: DType = "bfloat16"
+    compute_dtype: DType = attrs.field(default="bfloat16", validator=_known_dtype)
     """Type of weights and activations in forward and backward. The master weights, the gradient
     that is added up and the softmax are float32 in any case."""
 
-    export_dtype: DType | None = None
+    export_dtype: DType | None = attrs.field(default=None, validator=_known_dtype)
     """Type of exported weights: the sampler's. Default: `compute_dtype`."""
 
     temperature: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
@@ -25,7 +25,7 @@ from engine_fsdp.pretrained import write_pretrained
 from engine_fsdp.sharding import local, num_ranks, shard, whole
 from parallel_state.mesh import build_meshes
 from rl_contracts.rollout import PolicyVersion
-from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult, TokenBatch
+from rl_contracts.train import BatchT, LossFn, LossOutput, NamedTensor, StepResult, TokenBatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -115,9 +115,10 @@ class FsdpEngine:
                 is malformed.
         """
         self._check_together("logprobs", micro_batches)
-        results = [self._forward(batch) for batch in micro_batches]
-        self._reshard()
-        return results
+        try:
+            return [self._forward(batch) for batch in micro_batches]
+        finally:
+            self._reshard()
 
     def forward_backward(
         self, micro_batches: Sequence[BatchT], loss_fn: LossFn[BatchT]
@@ -132,32 +133,23 @@ class FsdpEngine:
                 trajectories on the rank that has it.
         """
         self._check_together("forward_backward", micro_batches)
-        sums: dict[str, Tensor] = {}
-        losses: list[Tensor] = []
-        problem = ""
-        for index, batch in enumerate(micro_batches):
-            on_device = batch.to(self._device)
-            policy_logprobs = self._forward(batch)
-            output = loss_fn(policy_logprobs, on_device)
-            loss = output.loss
-            if not loss.requires_grad:
-                if batch.loss_mask.any():
-                    problem = problem or f"the loss of micro-batch {index} carries no gradient"
-                # Every rank takes part in every backward pass, also with nothing to learn from.
-                loss = loss + 0.0 * policy_logprobs.sum()
-            loss.backward()
-            losses.append(loss.detach())
-            shares = {"loss": loss.detach(), **output.metrics}
-            if sums and sums.keys() != shares.keys():
-                problem = problem or (
-                    f"micro-batch {index} has the metrics {sorted(shares)}, those before it have "
-                    f"{sorted(sums)}"
-                )
-            for name, share in shares.items():
-                sums[name] = sums.get(name, 0.0) + share.detach().to(torch.float64)
-        self._reshard()
+        tally = _Tally()
+        is_whole = False
+        try:
+            for batch in micro_batches:
+                policy_logprobs = self._forward(batch)
+                loss = tally.add(loss_fn(policy_logprobs, batch.to(self._device)), batch)
+                if not loss.requires_grad:
+                    # Every rank takes part in every backward pass, also with nothing to learn.
+                    loss = loss + 0.0 * policy_logprobs.sum()
+                loss.backward()
+            is_whole = True
+        finally:
+            self._reshard()
+            if not is_whole:
+                self._drop_gradient()
         self._has_gradient = True
-        return self._sum_over_ranks(micro_batches, losses, sums, problem)
+        return self._sum_over_ranks(tally)
 
     def optim_step(self) -> StepResult:
         """Clip, step, clear the gradient, and raise the policy version by one.
@@ -287,47 +279,35 @@ class FsdpEngine:
             message = f"{method}: rank {bad[0]} was given a malformed micro-batch and says which"
             raise ValueError(message)
 
-    def _sum_over_ranks(
-        self,
-        micro_batches: Sequence[TokenBatch],
-        losses: Sequence[Tensor],
-        sums: Mapping[str, Tensor],
-        problem: str,
-    ) -> dict[str, float]:
+    def _sum_over_ranks(self, tally: "_Tally") -> dict[str, float]:
         """Add up the metrics, or drop the gradient and raise on all ranks."""
-        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss.item())]
-        names = sorted(sums)
-        fingerprint = zlib.crc32("\n".join(names).encode())
-        everyone = self._gather([len(bad), int(bool(problem)), fingerprint])
-        fingerprints = [rank[2] for rank in everyone]
-        if any(count or is_bad for count, is_bad, _ in everyone) or len(set(fingerprints)) > 1:
+        not_finite = tally.not_finite()
+        names = sorted(tally.sums)
+        everyone = self._gather(
+            [int(bool(not_finite)), int(bool(tally.problem)), zlib.crc32("\n".join(names).encode())]
+        )
+        losses = [rank for rank, (is_bad, _, _) in enumerate(everyone) if is_bad]
+        others = [
+            rank
+            for rank, (_, is_bad, fingerprint) in enumerate(everyone)
+            if is_bad or fingerprint != everyone[0][2]
+        ]
+        if losses or others:
             self._drop_gradient()
-        if bad:
-            named = "; ".join(
-                f"micro-batch {index} ({_names_of(micro_batches[index])}): {losses[index].item()}"
-                for index in bad
-            )
+        if losses:
+            where = not_finite or f"rank {losses[0]}, which names the trajectories"
             message = (
                 f"forward_backward: the loss is not finite at policy version "
-                f"{self._policy_version} in {named}; the gradient was dropped"
+                f"{self._policy_version} in {where}; the gradient was dropped"
             )
             raise FloatingPointError(message)
-        if ranks := [rank for rank, (count, _, _) in enumerate(everyone) if count]:
-            message = (
-                f"forward_backward: the loss on rank {ranks[0]} is not finite; the gradient was "
-                "dropped here too, and that rank names the trajectories"
+        if others:
+            where = tally.problem or (
+                f"rank {others[0]} returned something else than this rank with its metrics {names}"
             )
-            raise FloatingPointError(message)
-        if problem:
-            message = f"forward_backward: {problem}; the gradient was dropped"
+            message = f"forward_backward: {where}; the gradient was dropped"
             raise ValueError(message)
-        if any(is_bad for _, is_bad, _ in everyone) or len(set(fingerprints)) > 1:
-            message = (
-                f"forward_backward: the loss function did not return the same metrics, or no "
-                f"gradient, on some rank; here they are {names}; the gradient was dropped"
-            )
-            raise ValueError(message)
-        values = torch.stack([sums[name].to(torch.float64) for name in names])
+        values = torch.stack([tally.sums[name] for name in names])
         dist.all_reduce(values)
         return dict(zip(names, values.tolist(), strict=True))
 
@@ -377,6 +357,47 @@ class FsdpEngine:
             if asked != got:
                 message = f"FsdpEngine: {what}: asked for {asked}, what runs has {got}"
                 raise RuntimeError(message)
+
+
+@final
+class _Tally:
+    """What the loss function returned for the micro-batches of one call; never synchronises."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        """``loss`` and metrics, added up in float64."""
+        self.problem = ""
+        """What the first micro-batch that is not as it should be is like."""
+        self._losses: list[Tensor] = []
+        self._names: list[str] = []
+
+    def add(self, output: LossOutput, batch: TokenBatch) -> Tensor:
+        """Take in one micro-batch and hand its loss back."""
+        index = len(self._losses)
+        shares = {**output.metrics, "loss": output.loss}
+        if "loss" in output.metrics:
+            self.problem = self.problem or "'loss' is no name for a metric, since it is the loss's"
+        if not output.loss.requires_grad and bool(batch.loss_mask.any()):
+            self.problem = self.problem or f"the loss of micro-batch {index} carries no gradient"
+        if self.sums and self.sums.keys() != shares.keys():
+            self.problem = self.problem or (
+                f"micro-batch {index} has the metrics {sorted(shares)}, those before it have "
+                f"{sorted(self.sums)}"
+            )
+        for name, share in shares.items():
+            value = share.detach().to(torch.float64)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self._losses.append(output.loss.detach())
+        self._names.append(_names_of(batch))
+        return output.loss
+
+    def not_finite(self) -> str:
+        """The micro-batches whose loss is not finite, with their trajectories; reads the losses."""
+        return "; ".join(
+            f"micro-batch {index} ({names}): {loss.item()}"
+            for index, (names, loss) in enumerate(zip(self._names, self._losses, strict=True))
+            if not math.isfinite(loss.item())
+        )
 
 
 def _names_of(batch: TokenBatch) -> str:

@@ -40,7 +40,9 @@ def linear_logprobs(
     vocab_bytes = weight.shape[0] * torch.float32.itemsize
     chunk_rows = max(1, chunk_bytes // vocab_bytes)
     keep = hidden.shape[0] * weight.shape[0] * weight.dtype.itemsize <= kept_bytes
-    logprobs: Tensor = _LinearLogprobs.apply(hidden, weight, targets, temperature, chunk_rows, keep)
+    logprobs: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, temperature, chunk_rows, keep
+    )
     return logprobs
 
 

@@ -29,13 +29,13 @@ class PackedCausalLM(nn.Module):
 
     def __init__(self, model: nn.Module, *, temperature: float) -> None:
         super().__init__()
-        self.model: Any = model  # transformers is published without types
+        self.model: Any = model  # transformers types little of what a model offers
         self.temperature = temperature
         self.dtypes_seen: frozenset[torch.dtype] = frozenset()
         """Types of head weight and hidden states in the last forward pass."""
 
         # Found by class name, as transformers' own FSDP support does; FSDP2 renames the classes.
-        names = frozenset(self.model._no_split_modules or ())  # noqa: SLF001
+        names = frozenset[str](getattr(model, "_no_split_modules", None) or ())
         self.blocks = tuple(
             module for module in self.model.modules() if type(module).__name__ in names
         )
@@ -91,7 +91,7 @@ def load_model(folder: Path, *, temperature: float) -> PackedCausalLM:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  # heavy, and only for users
 
     register_attention()
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
@@ -100,6 +100,7 @@ def load_model(folder: Path, *, temperature: float) -> PackedCausalLM:
         use_safetensors=True,
         output_loading_info=True,
     )
+    model, report = loaded
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if wrong:
         message = (
@@ -180,7 +181,7 @@ def _compare_with_eager(packed_model: PackedCausalLM, folder: Path) -> None:
         raise ValueError(message)
 
 
-def _probe_rows(lengths: Sequence[int], vocab_size: int) -> list[Int[Tensor, " length"]]:
+def _probe_rows(lengths: Sequence[int], vocab_size: int) -> list[Tensor]:
     """Fixed token ids spread over the vocabulary."""
     return [
         torch.arange(1, length + 1) * (7919 + index) % vocab_size
@@ -189,7 +190,7 @@ def _probe_rows(lengths: Sequence[int], vocab_size: int) -> list[Int[Tensor, " l
 
 
 def pack_rows(
-    rows: Sequence[Int[Tensor, " length"]],
+    rows: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, PackedSequences]:
     """Arguments of `PackedCausalLM.forward` that score every token but the first of each row."""
     lengths = torch.tensor([0, *(len(row) for row in rows)])

@@ -27,7 +27,7 @@ def init_process_group(
 
     Raises:
         ValueError: if several processes are given no place to meet, or `rank` is none of them.
-        RuntimeError: if torch.distributed is initialised already.
+        RuntimeError: if torch.distributed is initialised already, or the ranks do not meet.
     """
     if not 0 <= rank < world_size:
         message = f"init_process_group: expected a rank from 0 to {world_size - 1}, got {rank}"
@@ -44,9 +44,16 @@ def init_process_group(
         raise RuntimeError(message)
     timeout = dt.timedelta(seconds=timeout_s)
     if init_method is not None:
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
-        )
+        try:
+            dist.init_process_group(
+                backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+            )
+        except RuntimeError as error:
+            message = (
+                f"init_process_group: rank {rank} waited for the other {world_size - 1} ranks at "
+                f"{init_method} for up to {timeout_s} s: {error}"
+            )
+            raise RuntimeError(message) from error
         return
     if world_size > 1:
         message = (
@@ -54,6 +61,5 @@ def init_process_group(
             "file:///tmp/new_file or tcp://127.0.0.1:29500; got None"
         )
         raise ValueError(message)
-    dist.init_process_group(
-        backend, store=dist.HashStore(), rank=rank, world_size=world_size, timeout=timeout
-    )
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but missing from the stubs
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

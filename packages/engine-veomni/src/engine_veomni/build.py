@@ -1,7 +1,6 @@
 """Builds VeOmni's model from a Hugging Face folder, sharded, and checks that it was."""
 
 import logging
-import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from engine_veomni.config import VeomniConfig
 from engine_veomni.cpu_backend import EXPERT_KERNEL
 from engine_veomni.hf_layout import check_folder, hugging_face_shapes, stacked_parameters
 from engine_veomni.packed_attention import ATTENTION_NAME, register_packed_attention
+from engine_veomni.quiet import quiet
 from engine_veomni.veomni_state import VeomniState
 from parallel_state import ParallelState
 
@@ -157,22 +157,21 @@ def build_model(
     from veomni.distributed.torch_parallelize import parallelize_model_fsdp2  # noqa: PLC0415
     from veomni.models import build_foundation_model  # noqa: PLC0415
 
-    if "VEOMNI_VERBOSITY" not in os.environ:
-        # VeOmni's own default prints every layer on every rank
-        logging.getLogger("veomni").setLevel(logging.WARNING)
     register_packed_attention()
     with state.entered():
-        model = build_foundation_model(
-            model_config,
-            weights_path=config.model_path,
-            torch_dtype="float32",
-            init_device="meta",
-            ops_implementation=OpsImplementationConfig(
-                **_eager_ops([field.name for field in fields(OpsImplementationConfig)])
-            ),
-        )
+        # the warnings of these two steps are about what is chosen here on purpose
+        with quiet(logging.WARNING):
+            model = build_foundation_model(
+                model_config,
+                weights_path=config.model_path,
+                torch_dtype="float32",
+                init_device="meta",
+                ops_implementation=OpsImplementationConfig(
+                    **_eager_ops([field.name for field in fields(OpsImplementationConfig)])
+                ),
+            )
+            _bind_expert_kernel(model)
         check_folder(Path(config.model_path), hugging_face_shapes(model))
-        _bind_expert_kernel(model)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         sharded: torch.nn.Module = parallelize_model_fsdp2(

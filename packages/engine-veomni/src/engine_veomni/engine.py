@@ -1,5 +1,6 @@
 """The engine: VeOmni's model and optimizer behind the `TrainEngine` contract."""
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,13 @@ from engine_veomni import checkpoint, cpu_backend
 from engine_veomni.build import ExpertSharding, build_model, check_experts, read_model_config
 from engine_veomni.config import VeomniConfig
 from engine_veomni.export import export_weights
+from engine_veomni.hf_layout import stacked_parameters
 from engine_veomni.pretrained import save_pretrained
+from engine_veomni.quiet import quiet
 from engine_veomni.token_logprobs import token_logprobs
 from engine_veomni.veomni_state import VeomniState
 from engine_veomni.versions import check_veomni_version
+from parallel_state.collectives import ShardedParameters, clip_grads_, global_grad_norm
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult
 
@@ -45,23 +49,18 @@ class VeomniEngine:
             message = f"engine-veomni: expected device cpu, the only one so far, got {device}"
             raise ValueError(message)
         model_config = read_model_config(config)
-        cpu_backend.install()
-        from veomni.utils.device import get_device_type  # noqa: PLC0415 - loaded only when used
-
-        if (found := get_device_type()) != device.type:
-            message = (
-                f"engine-veomni: VeOmni builds its models on {found!r}, the device that it found; "
-                "hide it to train on the CPU: CUDA_VISIBLE_DEVICES=''"
-            )
-            raise ValueError(message)
+        with quiet(logging.INFO):
+            cpu_backend.install()
+            _check_device(device)
+            self._state = VeomniState(config.parallel, device_type=device.type)
+            self._model = build_model(config, model_config, self._state, device=device)
+            with self._state.entered():
+                self._expert_sharding = check_experts(self._model, config.parallel, self._state)
+                # both before any forward pass: they read the mesh of each parameter
+                self._parts = _parts(self._model, self._state)
+                self._optimizers = _build_optimizers(self._model, config)
         self._config = config
         self._device = device
-        self._state = VeomniState(config.parallel, device_type=device.type)
-        self._model = build_model(config, model_config, self._state, device=device)
-        with self._state.entered():
-            self._expert_sharding = check_experts(self._model, config.parallel, self._state)
-            # before any forward pass: it reads which mesh each parameter is sharded over
-            self._optimizers = _build_optimizers(self._model, config)
         self._policy_version = PolicyVersion(0)
         self._has_gradient = False
 
@@ -148,12 +147,8 @@ class VeomniEngine:
         if not self._has_gradient:
             message = "optim_step: there is no gradient; call forward_backward first"
             raise RuntimeError(message)
-        optim = self._config.optim
-        from veomni.distributed.fsdp2 import clip_grad_norm  # noqa: PLC0415 - loaded only when used
-
-        max_norm = math.inf if optim.max_grad_norm is None else optim.max_grad_norm
-        with self._state.entered():
-            grad_norm = float(clip_grad_norm(self._model, max_norm))
+        norm = global_grad_norm(self._parts, device=self._device)
+        grad_norm = norm.item()
         if not math.isfinite(grad_norm):
             self._drop_gradient()
             message = (
@@ -161,6 +156,8 @@ class VeomniEngine:
                 f"{self._policy_version}; the gradient was dropped"
             )
             raise FloatingPointError(message)
+        if self._config.optim.max_grad_norm is not None:
+            clip_grads_(self._parts, norm=norm, max_norm=self._config.optim.max_grad_norm)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate
@@ -289,6 +286,28 @@ class VeomniEngine:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _check_device(device: torch.device) -> None:
+    from veomni.utils.device import get_device_type  # noqa: PLC0415 - loaded only when used
+
+    if (found := get_device_type()) != device.type:
+        message = (
+            f"engine-veomni: VeOmni builds its models on {found!r}, the device that it found; "
+            "hide it to train on the CPU: CUDA_VISIBLE_DEVICES=''"
+        )
+        raise ValueError(message)
+
+
+def _parts(model: torch.nn.Module, state: VeomniState) -> tuple[ShardedParameters, ...]:
+    """Parameters by the groups whose ranks hold other pieces of them, beyond their shards."""
+    stacks = set(stacked_parameters(model)) if state.ep_group is not None else set()
+    named = list(model.named_parameters())
+    dense = ShardedParameters(parameters=[each for name, each in named if name not in stacks])
+    if state.ep_group is None:
+        return (dense,)
+    experts = [each for name, each in named if name in stacks]
+    return (dense, ShardedParameters(parameters=experts, groups=(state.ep_group,)))
 
 
 def _build_optimizers(

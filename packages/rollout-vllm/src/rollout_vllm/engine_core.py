@@ -11,6 +11,7 @@ vLLM 0.23 to 0.32): a head that is tied to the embedding, and the experts. Both 
 here.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -72,7 +73,11 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Nothing to set up."""
+        """Quiet a warning that says "Failed to load weights" of layers that have none.
+
+        Names and shapes were checked beforehand, by the sampler.
+        """
+        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: `receive_weights` does all of it, or none."""

@@ -173,8 +173,10 @@ class VllmEngine:
         return {str(name): str(value) for name, value in found.items()}
 
     def shutdown(self) -> None:
-        """End the engine's process; may be called twice."""
+        """End the engine's process; may be called twice, from the loop that used it."""
         self._engine.shutdown()
+        # vLLM closes its sockets, and leaves the context and its threads to the garbage collector
+        self._engine.engine_core.resources.ctx.destroy(linger=0)
 
 
 def _as_settings(reported: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:

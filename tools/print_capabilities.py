@@ -1,0 +1,136 @@
+"""Print docs/capabilities.md: what runs with which engine, sampler and device, and what is refused.
+
+The table is not written down twice: each row constructs the configuration that would use the
+feature, and shows the refusal, if there is one, in the package's own words.
+
+    ./run tools/print_capabilities.py > docs/capabilities.md
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from algos_gspo_dapo_grpo import DapoLoss, GrpoLoss, GspoLoss, KlPenalty, TokenTruncation
+from engine_fsdp import FsdpConfig
+from engine_fsdp import OptimConfig as FsdpOptim
+from engine_veomni import OptimConfig as VeomniOptim
+from engine_veomni import VeomniConfig
+from parallel_state import ExtraParallelSizes, ParallelState
+from rollout_vllm import VllmConfig
+
+HEADER = """\
+# Capabilities
+
+Printed by `tools/print_capabilities.py`, which asks the packages: each row constructs the
+configuration, and what is refused is refused in these words before anything starts.
+What has no row does not exist yet, and has no setting either.
+
+All of it runs on CPUs, where the tests run it.
+On GPUs and NPUs nothing has been trained or sampled with yet: engines and sampler refuse them.
+
+| part | feature | |
+| --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A feature of a part, and the construction that would use it."""
+
+    part: str
+    feature: str
+    construct: Callable[[], object]
+
+
+def fsdp(**settings: object) -> Callable[[], object]:
+    """An engine-fsdp configuration with these settings."""
+    fixed = {"model_path": "model", "optim": FsdpOptim(learning_rate=1e-6)}
+    return lambda: FsdpConfig(**fixed, **settings)  # type: ignore[arg-type]  # probes are untyped on purpose
+
+
+def veomni(**settings: object) -> Callable[[], object]:
+    """An engine-veomni configuration with these settings."""
+    fixed = {"model_path": "model", "optim": VeomniOptim(learning_rate=1e-6)}
+    return lambda: VeomniConfig(**fixed, **settings)  # type: ignore[arg-type]  # probes are untyped on purpose
+
+
+def vllm(**settings: object) -> Callable[[], object]:
+    """A rollout-vllm configuration with these settings."""
+    fixed = {"model": "model", "max_model_len": 64, "kv_cache_gib": 1.0}
+    return lambda: VllmConfig(**fixed, **settings)  # type: ignore[arg-type]  # probes are untyped on purpose
+
+
+def degrees(**sizes: int) -> ParallelState:
+    """Degrees by name; `ep` among them."""
+    ep = sizes.pop("ep", 1)
+    return ParallelState(**sizes, extra_parallel_sizes=ExtraParallelSizes.of(ep=ep))
+
+
+PROBES = (
+    [
+        Probe(part=name, feature=feature, construct=make(**settings))
+        for name, make in (("engine-fsdp", fsdp), ("engine-veomni", veomni))
+        for feature, settings in (
+            ("bfloat16 compute, float32 master weights", {"compute_dtype": "bfloat16"}),
+            ("float32 compute", {"compute_dtype": "float32"}),
+            ("temperature", {"temperature": 0.7}),
+            ("activation checkpointing", {"activation_checkpointing": True}),
+            ("sharded data parallel", {"parallel": degrees(dp_size=2)}),
+            ("HSDP", {"parallel": degrees(dp_size=4, dp_replicate_size=2)}),
+            ("expert parallel", {"parallel": degrees(dp_size=2, ep=2)}),
+            ("Ulysses sequence parallel", {"parallel": degrees(ulysses_size=2)}),
+            ("tensor parallel", {"parallel": degrees(tensor_size=2)}),
+            ("pipeline parallel", {"parallel": degrees(pipeline_size=2)}),
+        )
+    ]
+    + [
+        Probe(part="rollout-vllm", feature=feature, construct=vllm(**settings))
+        for feature, settings in (
+            ("bfloat16, float16, float32", {"dtype": "float32"}),
+            ("prefix caching on, off, or vLLM's choice", {"enable_prefix_caching": False}),
+            ("chunked prefill on, off, or vLLM's choice", {"enable_chunked_prefill": False}),
+            ("compiled graphs", {"enforce_eager": False}),
+            ("tensor parallel", {"tensor_parallel_size": 2}),
+            ("expert parallel", {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+            (
+                "expert parallel by vLLM's own flag",
+                {"engine_args": {"enable_expert_parallel": True}},
+            ),
+        )
+    ]
+    + [
+        Probe(part="algos-gspo-dapo-grpo", feature=feature, construct=construct)
+        for feature, construct in (
+            (
+                "GRPO, also with KL, dual clip and rollout correction",
+                lambda: GrpoLoss(
+                    kl=KlPenalty(coefficient=0.04),
+                    dual_clip=3.0,
+                    rollout_correction=TokenTruncation(),
+                ),
+            ),
+            ("DAPO", DapoLoss),
+            ("GSPO", GspoLoss),
+            ("k1 as a loss", lambda: KlPenalty(coefficient=0.1, estimator="k1")),  # type: ignore[arg-type]
+        )
+    ]
+)
+
+
+def row(probe: Probe) -> str:
+    """One line of the table."""
+    try:
+        probe.construct()
+    except (TypeError, ValueError) as error:
+        answer = f"refused: {error}"
+    else:
+        answer = "yes"
+    return f"| {probe.part} | {probe.feature} | {' '.join(answer.split()).replace('|', '/')} |"
+
+
+def page() -> str:
+    """The whole page."""
+    return HEADER + "\n".join(row(probe) for probe in PROBES) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
