@@ -52,7 +52,7 @@ def dense_model(*, tied: bool, seed: int) -> PreTrainedModel:
         eos_token_id=EOS,
         pad_token_id=0,
     )
-    model: PreTrainedModel = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = Qwen3ForCausalLM(config)
     model.requires_grad_(requires_grad=False)
     return model
 
@@ -78,7 +78,7 @@ def moe_model(*, seed: int) -> PreTrainedModel:
         eos_token_id=EOS,
         pad_token_id=0,
     )
-    model: PreTrainedModel = Qwen3MoeForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = Qwen3MoeForCausalLM(config)
     model.requires_grad_(requires_grad=False)
     return model
 

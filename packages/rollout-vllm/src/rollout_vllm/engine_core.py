@@ -72,7 +72,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     update_info_cls = SharedMemoryUpdateInfo
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:  # noqa: ARG002  (vLLM names it)
         """Quiet a warning that says "Failed to load weights" of layers that have none.
 
         Names and shapes were checked beforehand, by the sampler.

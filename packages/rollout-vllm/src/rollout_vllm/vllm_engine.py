@@ -99,8 +99,10 @@ class VllmEngine:
         params: SamplingParams,
     ) -> list[Completion]:
         """Draw completions; cancelling it frees their places."""
+        # Greedy samples of one prompt are all the same, and vLLM refuses to draw several.
+        greedy = params.temperature == 0.0
         sampling = EngineSamplingParams(
-            n=num_samples,
+            n=1 if greedy else num_samples,
             temperature=params.temperature,
             top_p=params.top_p,
             max_tokens=params.max_new_tokens,
@@ -121,7 +123,8 @@ class VllmEngine:
             except VLLMError as error:
                 cause = error.__cause__ or error
                 raise GenerationError(f"vLLM failed on a request: {cause}") from error
-        return [_completion(output) for output in final.outputs]
+        completions = [_completion(output) for output in final.outputs]
+        return completions * num_samples if greedy else completions
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; `generate` returns what they have, with the reason `abort`."""

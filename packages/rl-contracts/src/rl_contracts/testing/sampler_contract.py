@@ -139,7 +139,7 @@ async def check_bad_requests_are_refused(under_test: SamplerUnderTest) -> None:
     await _load(under_test, 1)
     overlong = under_test.prompt_ids[:1] * under_test.max_model_len
     for prompt_ids, num_samples, wanted in (
-        ((), 1, "at least one token"),
+        ((), 1, "got 0"),
         (overlong, 1, str(under_test.max_model_len)),
         (under_test.prompt_ids, 0, "num_samples"),
     ):

@@ -38,7 +38,7 @@ class ToySampler:
     ) -> list[Completion]:
         """See `Sampler.sample`."""
         if not prompt_ids:
-            raise ValueError("expected a prompt of at least one token, got none")
+            raise ValueError("expected a prompt of at least one token, got 0")
         if len(prompt_ids) >= self._max_model_len:
             raise ValueError(
                 f"expected a prompt shorter than max_model_len {self._max_model_len}, "
