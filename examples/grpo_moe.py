@@ -6,8 +6,8 @@
     sampling   rollout-vllm on the CPU
     wiring     Ray; weights travel through vLLM's own weight-transfer interface
 
-To train with engine-fsdp instead, change the one line below that is marked, and run with
-parallel.extra_parallel_sizes.ep=1: that engine splits no experts, and says so otherwise.
+To train with another engine, change the one line that imports from engine_veomni. (engine-fsdp
+trains no experts yet, and says so: give it a dense model.)
 """
 
 import functools
@@ -21,17 +21,9 @@ from grpo import LoopConfig
 from launch import main
 from tiny_moe import model_folder, sorting_problems, tiny_moe_folder
 
-from engine_veomni import (
-    OptimConfig,
-    init_process_group,
-)
-from engine_veomni import (
-    VeomniConfig as EngineConfig,
-)  # the engine
-from engine_veomni import (
-    VeomniEngine as TheEngine,
-)
+from engine_veomni import OptimConfig, VeomniConfig as Config, VeomniEngine as ChosenEngine
 from parallel_state import ExtraParallelSizes, ParallelState
+from parallel_state.process_group import init_process_group
 from rl_tasks import ExactMatch
 from rollout_vllm import VllmConfig
 
@@ -64,15 +56,15 @@ class MoeConfig:
     """The run folder and the machine."""
 
 
-def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: EngineConfig) -> Engine:
+def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: Config) -> Engine:
     """One rank's engine, in its own process."""
     init_process_group(rank=rank, world_size=num_ranks, init_method=meeting_point)
-    return TheEngine(config, device=torch.device("cpu"))
+    return ChosenEngine(config, device=torch.device("cpu"))
 
 
 def make_job(config: MoeConfig) -> Job:
     """Put the run together; loads nothing."""
-    engine = EngineConfig(
+    engine = Config(
         model_path=str(model_folder()),
         optim=config.optim,
         temperature=config.loop.temperature,

@@ -24,7 +24,8 @@ from grpo import LoopConfig
 from launch import main
 from smollm2 import default_cache, smollm2_folder
 
-from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig, init_process_group
+from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
+from parallel_state.process_group import init_process_group
 from rl_tasks import AdditionConfig, addition_problems, addition_reward
 from rollout_vllm import VllmConfig
 
@@ -37,12 +38,12 @@ class QuickstartConfig:
     """Everything that a quickstart run can be told."""
 
     loop: LoopConfig = attrs.field(
-        factory=lambda: LoopConfig(num_steps=24, max_new_tokens=16, evaluate_every=8)
+        factory=lambda: LoopConfig(num_steps=24, max_new_tokens=16, evaluate_every=6)
     )
     """The loop."""
 
     optim: OptimConfig = attrs.field(
-        factory=lambda: OptimConfig(learning_rate=2e-5, weight_decay=0.0)
+        factory=lambda: OptimConfig(learning_rate=4e-5, weight_decay=0.0)
     )
     """The optimizer. Learning rate: docs/first_run.md."""
 

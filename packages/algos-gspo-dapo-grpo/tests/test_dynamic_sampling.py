@@ -5,8 +5,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from algos_gspo_dapo_grpo import (
     DynamicSampling,

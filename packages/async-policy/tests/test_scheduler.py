@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from async_policy import JsonValue, Scheduler, SchedulerConfig, Ticket, VersionError
 from rl_contracts.rollout import PolicyVersion

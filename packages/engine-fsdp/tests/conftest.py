@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine_fsdp import init_process_group
+from parallel_state.process_group import init_process_group
 
 VOCAB_SIZE = 37
 """Odd, so that rows do not divide over two ranks."""

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig, init_process_group
+from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
 from parallel_state import ParallelState
+from parallel_state.process_group import init_process_group
 from rl_contracts.packing import pack
 from rl_contracts.rollout import PolicyVersion, Trajectory
 from rl_contracts.train import Checkpointable, LossOutput, PackedBatch, TrainEngine
@@ -395,6 +396,8 @@ def test_devices_and_groups_that_are_not_there_are_refused(save_model: SaveModel
     with pytest.raises(ValueError, match=r"expected a CPU device, got cuda"):
         FsdpEngine(config, device=torch.device("cuda"))
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"call engine_fsdp\.init_process_group\(\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"process_group\.init_process_group\(\) first"
+    ):
         FsdpEngine(config, device=CPU)
     init_process_group()  # for the fixture to end

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig, init_process_group
+from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
 from parallel_state import ParallelState
+from parallel_state.process_group import init_process_group
 from rl_contracts.packing import pack
 from rl_contracts.rollout import PolicyVersion, Trajectory
 from rl_contracts.train import LossOutput, PackedBatch

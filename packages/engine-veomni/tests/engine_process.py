@@ -29,10 +29,11 @@ from scenario_data import (
 )
 from torch import Tensor
 
-from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine, init_process_group
+from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine
 from engine_veomni.build import check_experts
 from engine_veomni.veomni_state import VeomniState
 from parallel_state import ExtraParallelSizes, ParallelState
+from parallel_state.process_group import init_process_group
 from rl_contracts.testing.engine_contract import ENGINE_CHECKS, EngineUnderTest
 from rl_contracts.train import LossOutput, PackedBatch
 

@@ -35,17 +35,12 @@ def test_weights_are_exported_as_they_are_computed_with_unless_told_otherwise() 
     assert attrs.evolve(CONFIG, export_dtype="float32").resolved_export_dtype == "float32"
 
 
-def test_warmup_rises_linearly_to_the_learning_rate() -> None:
-    """Four warmup steps take a quarter more each, and the fifth is the first at full rate."""
-    optim = OptimConfig(learning_rate=0.4, warmup_steps=4)
-    rates = [optim.learning_rate_at(steps) for steps in range(6)]
-    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
-
-
-def test_beta_of_one_is_refused() -> None:
-    """A mean that never decays is no mean."""
-    with pytest.raises(ValueError, match=r"betas: .* below 1, got \(0\.9, 1\.0\)"):
-        OptimConfig(learning_rate=0.1, betas=(0.9, 1.0))
+def test_unknown_dtypes_are_refused() -> None:
+    """A type that no name stands for is an error at construction, not a float16 that runs."""
+    with pytest.raises(ValueError, match=r"compute_dtype: expected float32 or bfloat16, got"):
+        attrs.evolve(CONFIG, compute_dtype="float16")
+    with pytest.raises(ValueError, match=r"export_dtype: .* got 'fp8'"):
+        attrs.evolve(CONFIG, export_dtype="fp8")
 
 
 def test_temperature_of_zero_is_refused() -> None:

@@ -1,8 +1,7 @@
 """Where ranks sit, against drawings by hand and against each other."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from parallel_state import (
     ExtraParallelSizes,

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rl_contracts.packing import PADDING_ID, pack, unpack
 from rl_contracts.rollout import PolicyVersion, Trajectory

@@ -1,8 +1,7 @@
 """The addition task."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rl_contracts import FinishReason
 from rl_tasks import AdditionConfig, ChatMessage, Problem, addition_problems, addition_reward, grade

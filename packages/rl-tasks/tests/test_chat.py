@@ -70,7 +70,7 @@ def real_tokenizer(*, adds_bos: bool) -> PreTrainedTokenizerFast:
     if adds_bos:
         rust.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **special)  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **special)
     tokenizer.chat_template = (
         "{{ bos_token }} {% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"

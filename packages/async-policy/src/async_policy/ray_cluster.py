@@ -42,9 +42,9 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, fin
 from async_policy.cluster_processes import (
     CLUSTER_MARK,
     END_GRACE_S,
-    cluster_processes,
     end_processes,
     guarded,
+    interrupts_ignored,
 )
 from async_policy.errors import (
     ActorError,
@@ -395,10 +395,9 @@ def local_cluster(
                 log_folder=log_folder,
             )
         finally:
-            with _interrupts_ignored():
-                known = cluster_processes(mark, folder)
+            with interrupts_ignored():
                 ray.shutdown()
-                end_processes(mark, folder, known=known, grace_s=END_GRACE_S)
+                end_processes(mark, folder, grace_s=END_GRACE_S)
                 if keep_logs_in is not None and log_folder.is_dir():
                     shutil.copytree(log_folder, keep_logs_in, dirs_exist_ok=True)
                 shutil.rmtree(folder)
@@ -415,19 +414,6 @@ def _signal_handlers_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """No Ctrl-C for the seconds of a clean-up: a second one must not leave processes behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def describe_failure(error: BaseException, *, actor: str, method: str) -> str:

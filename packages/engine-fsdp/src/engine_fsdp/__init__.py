@@ -1,7 +1,7 @@
 """FSDP2 training of any Hugging Face causal language model, on packed sequences."""
 
-from engine_fsdp.config import DType, FsdpConfig, OptimConfig
+from engine_fsdp.config import FsdpConfig
 from engine_fsdp.engine import FsdpEngine
-from engine_fsdp.process_group import init_process_group
+from rl_contracts import DType, OptimConfig
 
-__all__ = ["DType", "FsdpConfig", "FsdpEngine", "OptimConfig", "init_process_group"]
+__all__ = ["DType", "FsdpConfig", "FsdpEngine", "OptimConfig"]

@@ -48,7 +48,8 @@ class FsdpEngine:
             device: where this rank computes; the process group's backend must serve it.
 
         Raises:
-            RuntimeError: if torch.distributed is not initialised (see `init_process_group`), or if
+            RuntimeError: if torch.distributed is not initialised (see
+                `parallel_state.process_group.init_process_group`), or if
                 the running model is not as configured.
             ValueError: for a device that has no packed attention here, a world that
                 ``config.parallel`` does not fill, or weights that do not fit (see `load_model`).
@@ -63,7 +64,7 @@ class FsdpEngine:
         if not dist.is_initialized():
             message = (
                 "FsdpEngine: torch.distributed is not initialised; call "
-                "engine_fsdp.init_process_group() first, also for one process"
+                "parallel_state.process_group.init_process_group() first, also for one process"
             )
             raise RuntimeError(message)
         self._config = config

@@ -8,9 +8,7 @@ Nothing in it is pickled. It is taken back by the same number of ranks with the 
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +19,7 @@ from torch import Tensor
 from engine_veomni.export import local_shard
 from parallel_state import ParallelState
 from rl_contracts.rollout import PolicyVersion
+from rl_contracts.shared_folder import new_folder
 
 FORMAT: Final = 1
 _DESCRIPTION: Final = "checkpoint.json"
@@ -42,13 +41,13 @@ def save_checkpoint(
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - loaded only when used
 
-    with new_folder(folder) as partial:
+    with new_folder(folder) as unfinished:
         save_file(
             {name: tensor.contiguous() for name, tensor in _tensors(model, optimizers)},
-            partial / _rank_file(),
+            unfinished / _rank_file(),
         )
         if dist.get_rank() == 0:
-            (partial / _DESCRIPTION).write_text(
+            (unfinished / _DESCRIPTION).write_text(
                 json.dumps({**_description(parallel), "policy_version": policy_version}, indent=2)
             )
 
@@ -93,60 +92,6 @@ def load_checkpoint(
     _load_moments(model, optimizers, tensors)
     torch.set_rng_state(tensors["random_state"])
     return version
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` for all ranks to write into; renamed to it when all are done.
-
-    If any rank fails, all of them raise and `folder` does not appear.
-
-    Raises:
-        FileExistsError: if `folder` exists.
-        RuntimeError: if another rank failed; holds its error.
-    """
-    partial = folder.with_name(f".{folder.name}.partial")
-    _together(lambda: _refuse_existing(folder))
-    _together(lambda: _prepare(partial) if dist.get_rank() == 0 else None)
-    error: OSError | None = None
-    try:
-        yield partial
-    except OSError as caught:
-        error = caught
-    _raise_together(error)
-    _together(lambda: partial.rename(folder) if dist.get_rank() == 0 else None)
-
-
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        message = f"{folder} exists; give a new folder"
-        raise FileExistsError(message)
-
-
-def _prepare(partial: Path) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-
-
-def _together(action: Callable[[], object]) -> None:
-    error: OSError | None = None
-    try:
-        action()
-    except OSError as caught:
-        error = caught
-    _raise_together(error)
-
-
-def _raise_together(error: OSError | None) -> None:
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(errors):
-        if text is not None:
-            message = f"rank {rank} failed: {text}"
-            raise RuntimeError(message)
 
 
 def _rank_file() -> str:

@@ -1,58 +1,9 @@
 """What `VeomniEngine` is configured with; field names as in `engine_fsdp.FsdpConfig`."""
 
-from typing import Any, Literal
-
 import attrs
 
 from parallel_state import ParallelState
-
-DType = Literal["float32", "bfloat16"]
-"""Names of the floating-point types that weights are computed with and exported in."""
-
-
-def _fractions(_: object, attribute: "attrs.Attribute[Any]", value: tuple[float, float]) -> None:
-    if not all(0.0 <= beta < 1.0 for beta in value):
-        message = f"{attribute.name}: expected two numbers of at least 0 and below 1, got {value}"
-        raise ValueError(message)
-
-
-@attrs.frozen(kw_only=True)
-class OptimConfig:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) on float32 master weights."""
-
-    learning_rate: float = attrs.field(validator=attrs.validators.gt(0.0))
-    """Learning rate after the warmup."""
-
-    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=_fractions)
-    """Decay of the running mean of the gradient and of its square. Default: torch 2.13."""
-
-    eps: float = attrs.field(default=1e-8, validator=attrs.validators.gt(0.0))
-    """Added to the root of the running square. Default: torch 2.13."""
-
-    weight_decay: float = attrs.field(default=0.01, validator=attrs.validators.ge(0.0))
-    """Share of each weight, times the learning rate, taken off per step; of all weights, norms
-    included. Default: torch 2.13."""
-
-    max_grad_norm: float | None = attrs.field(default=1.0)
-    """The whole gradient is scaled down to this L2 norm; None measures it and leaves it."""
-
-    warmup_steps: int = attrs.field(default=0, validator=attrs.validators.ge(0))
-    """Optimizer steps in which the learning rate rises linearly, the first of them taken at
-    ``learning_rate / warmup_steps``; constant afterwards. Default: constant from the start."""
-
-    @max_grad_norm.validator
-    def _positive_or_none(self, _: object, value: float | None) -> None:
-        if value is not None and not value > 0.0:
-            message = (
-                f"max_grad_norm: expected a norm above 0, or None to clip nothing, got {value}"
-            )
-            raise ValueError(message)
-
-    def learning_rate_at(self, steps_done: int) -> float:
-        """Learning rate of the step that follows `steps_done` steps."""
-        if steps_done >= self.warmup_steps:
-            return self.learning_rate
-        return self.learning_rate * (steps_done + 1) / self.warmup_steps
+from rl_contracts import DType, OptimConfig, known_dtype
 
 
 @attrs.frozen(kw_only=True)
@@ -69,11 +20,11 @@ class VeomniConfig:
     optim: OptimConfig
     """The optimizer."""
 
-    compute_dtype: DType = "bfloat16"
+    compute_dtype: DType = attrs.field(default="bfloat16", validator=known_dtype)
     """Type of weights and activations in forward and backward. The master weights, the gradient
     that is added up and the softmax are float32 in any case."""
 
-    export_dtype: DType | None = None
+    export_dtype: DType | None = attrs.field(default=None, validator=known_dtype)
     """Type of exported weights: the sampler's. None: `compute_dtype`."""
 
     temperature: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))

@@ -17,12 +17,12 @@ from engine_veomni.build import ExpertSharding, build_model, check_experts, read
 from engine_veomni.config import VeomniConfig
 from engine_veomni.export import export_weights
 from engine_veomni.hf_layout import stacked_parameters
-from engine_veomni.pretrained import save_pretrained
 from engine_veomni.quiet import quiet
 from engine_veomni.token_logprobs import token_logprobs
 from engine_veomni.veomni_state import VeomniState
 from engine_veomni.versions import check_veomni_version
 from parallel_state.collectives import ShardedParameters, clip_grads_, global_grad_norm
+from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult
 
@@ -208,7 +208,7 @@ class VeomniEngine:
         Raises:
             FileExistsError: if the folder exists.
         """
-        save_pretrained(
+        write_pretrained(
             folder,
             self.export_weights(),
             source=Path(self._config.model_path),

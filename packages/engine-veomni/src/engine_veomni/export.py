@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine_veomni.hf_layout import split_stack, stacked_parameters
+from engine_veomni.hf_layout import stacked_parameters
 from engine_veomni.veomni_state import VeomniState
+from rl_contracts.expert_layout import split_stack
 from rl_contracts.train import NamedTensor
 
 

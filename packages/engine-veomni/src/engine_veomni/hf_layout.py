@@ -1,29 +1,18 @@
-"""How the weights of one model are named in a Hugging Face folder, and in VeOmni's memory.
+"""Which weights the Hugging Face folder of VeOmni's model must hold.
 
-VeOmni stacks the experts of a layer into `experts.gate_up_proj [experts, 2 * intermediate, hidden]`
-(the gate's rows first, then the up projection's) and `experts.down_proj [experts, hidden,
-intermediate]`. A Hugging Face folder of Qwen3-MoE, as transformers saves it and as samplers load
-it, holds one `experts.<n>.<gate|up|down>_proj.weight` per expert. Which parameters are stacks is
-read from VeOmni's own parallel plan of the model, never guessed from a shape.
+VeOmni stacks the experts of a layer as `rl_contracts.expert_layout` describes. Which parameters are
+stacks is read from VeOmni's own parallel plan of the model, never guessed from a shape.
 """
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
-from torch import Tensor
 
-from rl_contracts.train import NamedTensor
+from rl_contracts.expert_layout import is_stack, view_stack
+from rl_contracts.pretrained import folder_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 """Shape of each weight, by its Hugging Face name."""
-
-_STACKS: Final[Mapping[str, tuple[str, ...]]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""Parameter of the stacked module, and the projections that its rows hold, in order."""
 
 _NAMES_SHOWN = 3
 
@@ -45,30 +34,13 @@ def stacked_parameters(model: torch.nn.Module) -> tuple[str, ...]:
         if any(check_fqn_match(pattern, name) for pattern in patterns)
     )
     for name in names:
-        if name.rpartition(".")[2] not in _STACKS:
+        if not is_stack(name):
             message = (
                 f"engine-veomni: VeOmni spreads {name} over ranks, and its layout is not known "
-                f"here; known: {', '.join(_STACKS)}"
+                "here; known are experts.gate_up_proj and experts.down_proj"
             )
             raise ValueError(message)
     return names
-
-
-def split_stack(name: str, stack: Tensor, *, first_expert: int = 0) -> Iterator[NamedTensor]:
-    """Take a stack of experts apart: one tensor per expert and projection, each a copy.
-
-    Args:
-        name: of the stack, such as `model.layers.0.mlp.experts.gate_up_proj`.
-        stack: `[experts, rows, columns]`.
-        first_expert: number of the first expert in it.
-    """
-    prefix, _, parameter = name.rpartition(".")
-    projections = _STACKS[parameter]
-    for index, expert in enumerate(stack, start=first_expert):
-        for projection, weight in zip(
-            projections, expert.chunk(len(projections), dim=0), strict=True
-        ):
-            yield NamedTensor(f"{prefix}.{index}.{projection}.weight", weight.clone())
 
 
 def hugging_face_shapes(model: torch.nn.Module) -> Shapes:
@@ -81,27 +53,8 @@ def hugging_face_shapes(model: torch.nn.Module) -> Shapes:
             continue
         empty = torch.empty(parameter.shape, device="meta")
         shapes.update(
-            {weight.name: tuple(weight.tensor.shape) for weight in split_stack(name, empty)}
+            {weight.name: tuple(weight.tensor.shape) for weight in view_stack(name, empty)}
         )
-    return shapes
-
-
-def folder_shapes(folder: Path) -> Shapes:
-    """Name and shape of every weight in a folder of safetensors; reads no weight.
-
-    Raises:
-        ValueError: if there is no safetensors file.
-    """
-    from safetensors import safe_open  # noqa: PLC0415
-
-    shapes: Shapes = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - no mapping
-                shapes[name] = tuple(weights.get_slice(name).get_shape())
-    if not shapes:
-        message = f"engine-veomni: no *.safetensors file in {folder}"
-        raise ValueError(message)
     return shapes
 
 
@@ -112,6 +65,7 @@ def check_folder(folder: Path, expected: Shapes) -> None:
     log line each, so a folder of another layout would train from noise.
 
     Raises:
+        FileNotFoundError: if the folder holds no safetensors.
         ValueError: with the first names that are missing, left over, or of another shape.
     """
     found = folder_shapes(folder)
@@ -119,7 +73,7 @@ def check_folder(folder: Path, expected: Shapes) -> None:
     unknown = sorted(set(found) - set(expected))
     if missing or unknown:
         hint = ""
-        if any(name.rpartition(".")[2] in _STACKS for name in unknown):
+        if any(is_stack(name) for name in unknown):
             hint = (
                 "; it stores the experts of a layer in one tensor: load it with transformers and "
                 "save it again (save_pretrained), which writes one tensor per expert"

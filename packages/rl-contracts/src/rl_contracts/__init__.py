@@ -1,11 +1,14 @@
 """The nouns, Protocols, strict configuration loader and fakes that RL packages share.
 
-The training half (`rl_contracts.train`, `rl_contracts.packing`) and the fakes
-(`rl_contracts.testing`) need torch and are imported by their own names.
+The training half (`rl_contracts.train`, `rl_contracts.packing`, `rl_contracts.expert_layout`,
+`rl_contracts.pretrained`, `rl_contracts.shared_folder`) and the fakes (`rl_contracts.testing`) need
+torch and are imported by their own names.
 """
 
 from rl_contracts.config import ConfigError, LoadedConfig, Origin, Problem, load_config
+from rl_contracts.dtype import DType, known_dtype
 from rl_contracts.effective import effective_toml, settings_help
+from rl_contracts.optim import OptimConfig
 from rl_contracts.rollout import (
     Completion,
     FinishReason,
@@ -18,8 +21,10 @@ from rl_contracts.rollout import (
 __all__ = [
     "Completion",
     "ConfigError",
+    "DType",
     "FinishReason",
     "LoadedConfig",
+    "OptimConfig",
     "Origin",
     "PolicyVersion",
     "Problem",
@@ -27,6 +32,7 @@ __all__ = [
     "SamplingParams",
     "Trajectory",
     "effective_toml",
+    "known_dtype",
     "load_config",
     "settings_help",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from engine_fsdp import init_process_group
+from parallel_state.process_group import init_process_group
 
 
 def test_one_process_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_what_cannot_start_is_refused() -> None:
 def test_a_rank_that_does_not_come_ends_the_wait(tmp_path: Path) -> None:
     """With one of two ranks missing, the other says for whom it waited, after the timeout."""
     code = (
-        "from engine_fsdp import init_process_group\n"
+        "from parallel_state.process_group import init_process_group\n"
         "init_process_group(rank=0, world_size=2, timeout_s=1.0, "
         f"init_method='file://{tmp_path}/meet')\n"
     )
