@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import cast
 
 import attrs
+import transformers
 from actors import MakeEngine, SamplerActor, Trainer, TrainerRank
 from grpo import Group, LoopConfig, Task, sample_group, train
 from rich.console import Console
 from run_folder import RunFolder
-from transformers import AutoTokenizer
 
 from async_policy import (
     Actor,
@@ -122,8 +122,10 @@ def conduct(
     """Run or go on with a job; False if Ctrl-C ended it before its last step."""
     console.print(f"run folder  {folder.path}", highlight=False, markup=False)
     checkpoint = folder.store.latest()
-    model = job.prepare_model()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    transformers.utils.logging.disable_progress_bar()  # the run has a display of its own
+    with console.status("preparing the model ..."):
+        model = job.prepare_model()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     max_prompt_tokens = job.sampler.max_model_len - loop.max_new_tokens
     encode = functools.partial(
         encode_problems, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong="error"

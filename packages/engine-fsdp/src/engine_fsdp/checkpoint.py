@@ -6,13 +6,14 @@ torch.distributed.checkpoint is imported on use: it takes seconds to import.
 """
 
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rl_contracts.shared_folder import new_folder
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -43,12 +44,11 @@ def write_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
 
-    unfinished = begin_folder(folder)
-    save(
-        dict(state),
-        storage_writer=HuggingFaceStorageWriter(str(unfinished), save_distributed=True),
-    )
-    finish_folder(unfinished, folder)
+    with new_folder(folder) as unfinished:
+        save(
+            dict(state),
+            storage_writer=HuggingFaceStorageWriter(str(unfinished), save_distributed=True),
+        )
 
 
 def read_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
@@ -91,30 +91,3 @@ def read_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
         )
         raise ValueError(message)
     load(dict(state), storage_reader=reader)
-
-
-def begin_folder(folder: Path) -> Path:
-    """An empty folder beside `folder` to write into, the same on every rank.
-
-    Raises:
-        FileExistsError: if `folder` exists, on every rank.
-    """
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    exists = torch.tensor([int(folder.exists())])
-    dist.broadcast(exists, src=0)
-    if exists.item():
-        message = f"{folder}: expected a new folder, but it exists; give another name"
-        raise FileExistsError(message)
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what a killed run left
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    return unfinished
-
-
-def finish_folder(unfinished: Path, folder: Path) -> None:
-    """Make it `folder` after every rank has written."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        unfinished.rename(folder)
-    dist.barrier()

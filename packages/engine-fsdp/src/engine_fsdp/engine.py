@@ -21,9 +21,10 @@ from engine_fsdp.checkpoint import (
 )
 from engine_fsdp.config import FsdpConfig
 from engine_fsdp.model import load_model
-from engine_fsdp.pretrained import write_pretrained
 from engine_fsdp.sharding import local, num_ranks, shard, whole
 from parallel_state.mesh import build_meshes
+from rl_contracts.expert_layout import split_stack
+from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT, LossFn, LossOutput, NamedTensor, StepResult, TokenBatch
 
@@ -189,14 +190,18 @@ class FsdpEngine:
 
     @torch.no_grad()
     def export_weights(self) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, whole, in the type ``config.export_dtype``.
+        """All weights under their names in the folder, whole, in the type ``config.export_dtype``.
 
-        A weight that the model ties to another is yielded once, under the other's name. Every
-        rank must run the iterator to its end.
+        A weight that the model ties to another is yielded once, under the other's name. Experts
+        that the folder holds one by one are yielded so; those of one layer and projection are then
+        in memory twice. Every rank must run the iterator to its end.
         """
-        dtype = _DTYPES[self._config.export_dtype or self._config.compute_dtype]
+        dtype = _DTYPES[self._config.resolved_export_dtype]
         for name, weight in self._model.named_weights():
             gathered = whole(weight.detach().to(dtype))
+            if name in self._model.stacks:
+                yield from split_stack(name, gathered)
+                continue
             held = local(weight).untyped_storage().data_ptr()
             is_own = gathered.untyped_storage().data_ptr() != held
             yield NamedTensor(name, gathered if is_own else gathered.clone())
@@ -230,12 +235,11 @@ class FsdpEngine:
         Raises:
             FileExistsError: if the folder exists.
         """
-        dtype = _DTYPES[self._config.export_dtype or self._config.compute_dtype]
         write_pretrained(
-            self.export_weights(),
             folder,
-            dtype=dtype,
+            self.export_weights(),
             source=Path(self._config.model_path),
+            dtype_name=self._config.resolved_export_dtype,
         )
 
     def _forward(self, batch: TokenBatch) -> Float[Tensor, " tokens"]:

@@ -1,6 +1,6 @@
 """A Hugging Face causal LM that answers with the log-probabilities of a packed micro-batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -12,12 +12,26 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_fsdp.attention import ATTENTION_NAME, PackedSequences, register_attention
 from engine_fsdp.head import linear_logprobs
+from rl_contracts.expert_layout import is_stack, view_stack
+from rl_contracts.pretrained import folder_shapes
+from rl_contracts.train import NamedTensor
+
+EXPERTS_NAME = "grouped_mm"
+"""transformers' own implementation of the experts that this engine runs: one grouped product per
+projection, on CPUs and GPUs (transformers 5.19, integrations/moe.py)."""
+
+_SIZE_STEP = 8
+"""Numbers in 16 bytes of bfloat16, to which `torch.nn.functional.grouped_mm` wants rows aligned."""
 
 _PROBE_LENGTHS = (2, 5, 3)
 """Sequences of the comparison at load; lengths that differ, so that filling takes part."""
 
 _PROBE_TOLERANCE = 1e-3
 """Nats. Two float32 orders of summation differ by about 1e-5, another formula by far more."""
+
+_NUM_PROBES = 3
+"""Comparisons of a model with experts, of which one must agree: where two experts are as good as
+equal for a token, another order of summation may choose the other one, and both are right."""
 
 
 @final
@@ -27,10 +41,16 @@ class PackedCausalLM(nn.Module):
     The head's weight is used inside this forward, where FSDP2 has gathered it.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float, stacks: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
         self.model: Any = model  # transformers types little of what a model offers
         self.temperature = temperature
+        self.stacks = stacks
+        """Names of the weights that the folder holds as one tensor per expert and projection."""
+        self.has_experts = any(is_stack(name) for name, _ in self.model.named_parameters())
+        """Whether any layer is a mixture of experts."""
         self.dtypes_seen: frozenset[torch.dtype] = frozenset()
         """Types of head weight and hidden states in the last forward pass."""
 
@@ -65,10 +85,18 @@ class PackedCausalLM(nn.Module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All that belongs into a Hugging Face checkpoint; a tied weight once."""
+        """All that belongs into a Hugging Face checkpoint; a tied weight once, experts stacked."""
         yield from self.model.named_parameters()
         saved = self.model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in saved)
+
+    def stored_weights(self) -> Iterator[NamedTensor]:
+        """The same, each expert apart, under the names in the folder: views of whole weights."""
+        for name, weight in self.named_weights():
+            if name in self.stacks:
+                yield from view_stack(name, weight.detach())
+            else:
+                yield NamedTensor(name, weight.detach())
 
 
 def load_model(folder: Path, *, temperature: float) -> PackedCausalLM:
@@ -79,8 +107,9 @@ def load_model(folder: Path, *, temperature: float) -> PackedCausalLM:
 
     Raises:
         FileNotFoundError: if the folder holds no config.json or no safetensors weights.
-        ValueError: if weights are missing, left over or of another shape, or if the model is of a
-            kind that packed training would compute wrongly.
+        ValueError: if weights are missing, left over or of another shape, if transformers converts
+            them in a way that cannot be undone here, or if the model is of a kind that packed
+            training would compute wrongly.
     """
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         message = (
@@ -88,18 +117,25 @@ def load_model(folder: Path, *, temperature: float) -> PackedCausalLM:
             "download or convert the model first"
         )
         raise FileNotFoundError(message)
+    stored = folder_shapes(folder)
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  # heavy, and only for users
 
     register_attention()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, which is refused below
+        )
+    except RuntimeError as error:  # experts that do not stack, with a table in the log
+        message = f"{folder}: transformers cannot load the weights: {error}"
+        raise ValueError(message) from error
     model, report = loaded
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if wrong:
@@ -109,9 +145,11 @@ def load_model(folder: Path, *, temperature: float) -> PackedCausalLM:
         )
         raise ValueError(message)
     model.eval()  # dropout off, for good: logprobs must depend on weights and tokens alone
-    packed_model = PackedCausalLM(model, temperature=temperature)
+    names = (name for name, _ in model.named_parameters())
+    stacks = frozenset(name for name in names if is_stack(name) and name not in stored)
+    packed_model = PackedCausalLM(model, temperature=temperature, stacks=stacks)
     _check_kind(packed_model, folder)
-    _check_names(packed_model, folder)
+    _check_stored(packed_model, folder, stored)
     _compare_with_eager(packed_model, folder)
     return packed_model
 
@@ -133,6 +171,19 @@ def _check_kind(packed_model: PackedCausalLM, folder: Path) -> None:
             "models whose every layer is full attention"
         )
         raise ValueError(message)
+    if getattr(model.config, "output_router_logits", False):
+        message = (
+            f"{folder}: expected output_router_logits false in config.json, got true: the loss is "
+            "the one that the engine is handed, without the load-balancing loss that it asks for"
+        )
+        raise ValueError(message)
+    for name, weight in packed_model.named_weights():
+        if is_stack(name) and any(size % _SIZE_STEP for size in weight.shape[1:]):
+            message = (
+                f"{folder}: expected rows and columns of {name} in multiples of {_SIZE_STEP}, which "
+                f"torch's grouped product needs, got shape {tuple(weight.shape)}"
+            )
+            raise ValueError(message)
     other_dtypes = {
         name for name, value in packed_model.named_weights() if not value.is_floating_point()
     }
@@ -141,50 +192,88 @@ def _check_kind(packed_model: PackedCausalLM, folder: Path) -> None:
         raise ValueError(message)
 
 
-def _check_names(packed_model: PackedCausalLM, folder: Path) -> None:
-    """The export goes by the names in the folder; some models are converted while loading."""
-    from safetensors import safe_open  # noqa: PLC0415
+def _check_stored(
+    packed_model: PackedCausalLM, folder: Path, stored: Mapping[str, tuple[int, ...]]
+) -> None:
+    """What is exported is what is stored: the same names, shapes and rows.
 
-    stored: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            stored.update(tensors.keys())
-    if unknown := {name for name, _ in packed_model.named_weights()} - stored:
+    transformers converts some models while loading: it renames, stacks and transposes weights.
+    The first row of each tell one layout from another, also where all sides are equally long.
+    """
+    weights = dict(packed_model.stored_weights())
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    wrong = [name for name, shape in shapes.items() if stored.get(name) != shape]
+    if not wrong:
+        wrong = _differing_rows(folder, weights)
+    if wrong:
+        name = wrong[0]
         message = (
-            f"{folder}: transformers renames weights of {type(packed_model.model).__name__} while "
-            f"loading, so that they cannot be exported under their stored names: "
-            f"{sorted(unknown)[:3]} and others are not in the folder"
+            f"{folder}: transformers renames or converts weights of "
+            f"{type(packed_model.model).__name__} while loading in a way that engine-fsdp does not "
+            f"know, so that they cannot be exported as they are stored: {len(wrong)} differ, the "
+            f"first is {name} of shape {shapes[name]}, which is stored "
+            f"{f'with shape {stored[name]}' if name in stored else 'under no such name'}"
         )
         raise ValueError(message)
+
+
+def _differing_rows(folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of the weights whose first row is another one in the folder."""
+    from safetensors import safe_open  # noqa: PLC0415
+
+    differing: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys() & weights.keys():
+                if weights[name].ndim == 0:
+                    continue
+                row = stored.get_slice(name)[:1].to(torch.float32)
+                if not torch.equal(row, weights[name][:1]):
+                    differing.append(name)
+    return sorted(differing)
 
 
 @torch.no_grad()
 def _compare_with_eager(packed_model: PackedCausalLM, folder: Path) -> None:
     model = packed_model.model
     vocab_size = model.get_input_embeddings().num_embeddings
-    rows = _probe_rows(_PROBE_LENGTHS, vocab_size)
-    expected = []
-    for row in rows:
-        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
-        log_p = (logits.float() / packed_model.temperature).log_softmax(-1)
-        expected.append(log_p.gather(1, row[1:, None])[:, 0])
+    num_probes = _NUM_PROBES if packed_model.has_experts else 1
+    probes = [_probe_rows(_PROBE_LENGTHS, vocab_size, seed) for seed in range(num_probes)]
+    expected = [_eager_logprobs(packed_model, rows) for rows in probes]
     model.set_attn_implementation(ATTENTION_NAME)
-    got = packed_model(*pack_rows(rows))
-    scored = torch.cat([torch.arange(len(row)) > 0 for row in rows])
-    difference = (got[scored] - torch.cat(expected)).abs().max().item()
-    if not difference <= _PROBE_TOLERANCE:
+    if packed_model.has_experts:
+        model.set_experts_implementation(EXPERTS_NAME)
+    differences = []
+    for rows, logprobs in zip(probes, expected, strict=True):
+        scored = torch.cat([torch.arange(len(row)) > 0 for row in rows])
+        got = packed_model(*pack_rows(rows))[scored]
+        differences.append((got - logprobs).abs().max().item())
+    if not any(difference <= _PROBE_TOLERANCE for difference in differences):
         message = (
             f"{folder}: packed log-probabilities of {type(model).__name__} differ by up to "
-            f"{difference:.3g} nats from its own eager forward pass (allowed {_PROBE_TOLERANCE}); "
-            "its attention or head does something that engine-fsdp does not know"
+            f"{min(differences):.3g} nats from its own eager forward pass (allowed "
+            f"{_PROBE_TOLERANCE}); its attention, experts or head do something that engine-fsdp "
+            "does not know"
         )
         raise ValueError(message)
 
 
-def _probe_rows(lengths: Sequence[int], vocab_size: int) -> list[Tensor]:
-    """Fixed token ids spread over the vocabulary."""
+def _eager_logprobs(
+    packed_model: PackedCausalLM, rows: Sequence[Tensor]
+) -> Float[Tensor, " scored"]:
+    """Log-probability of each token but the first of its row, by the model's own forward pass."""
+    logprobs = []
+    for row in rows:
+        logits = packed_model.model(input_ids=row[None], use_cache=False).logits[0, :-1]
+        log_p = (logits.float() / packed_model.temperature).log_softmax(-1)
+        logprobs.append(log_p.gather(1, row[1:, None])[:, 0])
+    return torch.cat(logprobs)
+
+
+def _probe_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tensor]:
+    """Fixed token ids spread over the vocabulary, others for each seed."""
     return [
-        torch.arange(1, length + 1) * (7919 + index) % vocab_size
+        (torch.arange(1, length + 1) * (7919 + index) + 104729 * seed) % vocab_size
         for index, length in enumerate(lengths)
     ]
 
