@@ -52,6 +52,9 @@ class Plan:
     effective: str
     """The effective configuration."""
 
+    changed: bool
+    """Whether it differs from what the run folder holds: then it is written."""
+
 
 def main(
     config_class: type[ConfigT],
@@ -110,13 +113,15 @@ def make_plan(
         run=loaded.value.run,
         folder=folder,
         effective=effective_toml(loaded, derived=derived(job, machine)),
+        changed=folder is None or bool(arguments.overrides),
     )
 
 
 def execute(plan: Plan, device: Device) -> int:
     """Run the plan; the exit status."""
     folder = plan.folder or RunFolder.create(plan.run.folder, plan.job.name)
-    folder.config.write_text(plan.effective)
+    if plan.changed:
+        folder.config.write_text(plan.effective)
     try:
         finished = conduct(plan.job, plan.loop, plan.run, folder, device=device, console=Console())
     except (AsyncPolicyError, RolloutError) as error:

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from parallel_state.process_group import init_process_group
@@ -26,8 +30,16 @@ SaveModel = Callable[..., Path]
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+EXPERTS: dict[str, dict[str, object]] = {
+    "mixtral": {"num_local_experts": 4},
+    # five experts do not divide over two ranks either
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 
 
@@ -45,6 +57,7 @@ def save_tiny_model(
         "num_key_value_heads": 2,
         "head_dim": 8,
         "tie_word_embeddings": True,
+        **EXPERTS.get(kind, {}),
         **changes,
     }
     torch.manual_seed(0)

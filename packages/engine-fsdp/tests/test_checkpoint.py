@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig, checkpoint
+from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
 
 SaveModel = Callable[..., Path]
 
@@ -36,7 +38,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     engine = _engine(save_model())
     engine.save_checkpoint(tmp_path / "good")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "finish_folder", _full_disk)
+        patch.setattr(state_dict_saver, "save", _full_disk)
         with pytest.raises(OSError, match="No space left"):
             engine.save_checkpoint(tmp_path / "next")
     assert not (tmp_path / "next").exists()
@@ -45,7 +47,8 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     engine.load_checkpoint(tmp_path / "next")
 
 
-def _full_disk(*_: Path) -> None:
+def _full_disk(_: object, *, storage_writer: HuggingFaceStorageWriter) -> None:
+    Path(storage_writer.path, "half.safetensors").write_text("half")
     raise OSError(28, "No space left on device")
 
 

@@ -98,6 +98,30 @@ def test_export_is_the_checkpoint_bit_for_bit(
         assert torch.equal(exported[key], tensor), key
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_transformers_reads_a_saved_folder(
+    save_model: SaveModel, tmp_path: Path, kind: str
+) -> None:
+    """After a step, every weight of the folder is the exported one, rounded to `export_dtype`."""
+    source = save_model(kind, tie_word_embeddings=False)
+    (source / "tokenizer.json").write_text("{}")
+    engine = _engine(source, export_dtype="bfloat16")
+    engine.forward_backward(_batches(), _loss)
+    engine.optim_step()
+    engine.save_pretrained(tmp_path / "trained")
+    assert (tmp_path / "trained" / "tokenizer.json").read_text() == "{}"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "trained", output_loading_info=True
+    )
+    model, report = loaded
+    assert not any(report.values())
+    assert model.dtype == torch.bfloat16
+    saved = load_file(tmp_path / "trained" / "model.safetensors")
+    exported = _weights(engine)
+    assert saved.keys() == exported.keys() == load_file(source / "model.safetensors").keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in exported.items())
+
+
 def test_exported_tensors_are_the_callers_own(save_model: SaveModel) -> None:
     """Overwriting what was exported changes no weight, and a step changes nothing exported."""
     engine = _engine(save_model())
@@ -396,8 +420,6 @@ def test_devices_and_groups_that_are_not_there_are_refused(save_model: SaveModel
     with pytest.raises(ValueError, match=r"expected a CPU device, got cuda"):
         FsdpEngine(config, device=torch.device("cuda"))
     dist.destroy_process_group()
-    with pytest.raises(
-        RuntimeError, match=r"process_group\.init_process_group\(\) first"
-    ):
+    with pytest.raises(RuntimeError, match=r"process_group\.init_process_group\(\) first"):
         FsdpEngine(config, device=CPU)
     init_process_group()  # for the fixture to end

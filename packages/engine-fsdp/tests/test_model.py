@@ -38,6 +38,14 @@ def test_a_weight_left_over_is_an_error(save_model: SaveModel) -> None:
         load_model(folder, temperature=1.0)
 
 
+def test_a_weight_of_another_shape_is_an_error(save_model: SaveModel) -> None:
+    """The report has both shapes."""
+    folder = save_model()
+    _change_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"mismatched_keys.*model\.norm\.weight.*\[2\].*\[32\]"):
+        load_model(folder, temperature=1.0)
+
+
 def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
     """Nothing to load: the message says what was expected where."""
     with pytest.raises(FileNotFoundError, match=r"config\.json and \*\.safetensors"):

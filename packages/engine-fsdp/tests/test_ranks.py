@@ -12,7 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -24,11 +30,13 @@ WORLDS = {"one": (1, 1), "shards": (2, 1), "replicas": (2, 2)}
 
 @dataclass(frozen=True)
 class World:
-    """What a run left: tensors and texts of each rank."""
+    """What a run left: tensors and texts of each rank, dense and with experts."""
 
     folder: Path
     tensors: list[dict[str, Tensor]]
     texts: list[dict[str, str]]
+    expert_tensors: list[dict[str, Tensor]]
+    expert_texts: list[dict[str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +44,23 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
     """Run the worker in all worlds at once."""
     root = tmp_path_factory.mktemp("worlds")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=37,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
+    sizes: dict[str, Any] = {
+        "vocab_size": 37,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    dense = Qwen3Config(**sizes, tie_word_embeddings=True)
+    experts = Qwen3MoeConfig(
+        **sizes, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24
     )
-    model_class: Any = Qwen3ForCausalLM
-    model_class(config).save_pretrained(root / "model")
+    dense_class: Any = Qwen3ForCausalLM
+    experts_class: Any = Qwen3MoeForCausalLM
+    dense_class(dense).save_pretrained(root / "model")
+    experts_class(experts).save_pretrained(root / "experts")
     with ThreadPoolExecutor() as pool:
         runs = {name: pool.submit(_run, root, name, *sizes) for name, sizes in WORLDS.items()}
         return {name: run.result() for name, run in runs.items()}
@@ -63,6 +76,7 @@ def _run(root: Path, name: str, world_size: int, replicas: int) -> World:
                 *("--rank", str(rank), "--world-size", str(world_size)),
                 *("--replicas", str(replicas)),
                 *("--model", str(root / "model"), "--out", str(folder)),
+                *("--experts-model", str(root / "experts")),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -79,13 +93,20 @@ def _run(root: Path, name: str, world_size: int, replicas: int) -> World:
             process.wait()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
+    return World(
+        folder,
+        *_read([folder / f"rank{rank}.safetensors" for rank in range(world_size)]),
+        *_read([folder / f"experts-rank{rank}.safetensors" for rank in range(world_size)]),
+    )
+
+
+def _read(files: list[Path]) -> tuple[list[dict[str, Tensor]], list[dict[str, str]]]:
     tensors, texts = [], []
-    for rank in range(world_size):
-        file = folder / f"rank{rank}.safetensors"
+    for file in files:
         tensors.append(load_file(file))
         with safe_open(file, framework="pt") as opened:
             texts.append(opened.metadata())
-    return World(folder, tensors, texts)
+    return tensors, texts
 
 
 @pytest.mark.parametrize("name", ["shards", "replicas"])
@@ -161,3 +182,47 @@ def test_saved_folder_loads_in_transformers(worlds: dict[str, World], name: str)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for key, weight in model.named_parameters():
         assert torch.equal(weight, world.tensors[0][f"after.{key}"]), key
+
+
+@pytest.mark.parametrize("name", ["shards", "replicas"])
+def test_experts_have_the_gradient_of_one_rank(worlds: dict[str, World], name: str) -> None:
+    """Five experts over two ranks: gradient, its norm and the weights after a step are equal."""
+    expected = worlds["one"].expert_tensors[0]
+    assert "grad.model.layers.1.mlp.experts.gate_up_proj" in expected
+    assert "after.model.layers.1.mlp.experts.4.up_proj.weight" in expected
+    for got in worlds[name].expert_tensors:
+        assert got.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(got[key], tensor, atol=1e-6, rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_experts_travel_under_the_names_of_the_folder(worlds: dict[str, World], name: str) -> None:
+    """Exported before a step, they are the folder's bits; saved, the exported ones (A42)."""
+    world = worlds[name]
+    stored = load_file(world.folder.parent / "experts" / "model.safetensors")
+    saved = load_file(world.folder / "experts-pretrained" / "model.safetensors")
+    for tensors in world.expert_tensors:
+        before = {
+            key.removeprefix("before."): value
+            for key, value in tensors.items()
+            if key.startswith("before.")
+        }
+        assert before.keys() == stored.keys() == saved.keys()
+        for key, weight in stored.items():
+            assert torch.equal(before[key], weight), key
+            assert torch.equal(tensors[f"after.{key}"], saved[key]), key
+    assert [texts["differ after loading"] for texts in world.expert_texts] == [""] * len(
+        world.expert_texts
+    )
+
+
+@pytest.mark.parametrize("name", ["shards", "replicas"])
+def test_a_folder_that_one_rank_cannot_write_is_an_error_on_all(
+    worlds: dict[str, World], name: str
+) -> None:
+    """The rank with the full disk has its own error, the other one that names it (A49)."""
+    first, second = worlds[name].expert_texts
+    assert first["broken"] == "rank 1 failed: OSError: [Errno 28] No space left on device"
+    assert second["broken"] == "[Errno 28] No space left on device"
+    assert first["broken exists"] == second["broken exists"] == "False"

@@ -17,6 +17,7 @@ from parallel_state import ParallelState
 from parallel_state.process_group import init_process_group
 from rl_contracts.packing import pack
 from rl_contracts.rollout import PolicyVersion, Trajectory
+from rl_contracts.shared_folder import new_folder
 from rl_contracts.train import LossOutput, PackedBatch
 
 LENGTHS = (9, 2, 7, 4, 5)
@@ -148,12 +149,64 @@ def run(rank: int, world_size: int, replicas: int, model: Path, out: Path) -> No
     )
 
 
+def run_experts(rank: int, world_size: int, replicas: int, model: Path, out: Path) -> None:
+    """One step of a mixture of experts, its checkpoint, and a folder that a rank cannot write."""
+    config = FsdpConfig(
+        model_path=str(model),
+        optim=OptimConfig(learning_rate=0.1, eps=1.0, max_grad_norm=None),
+        compute_dtype="float32",
+        parallel=ParallelState(dp_size=world_size, dp_replicate_size=replicas),
+    )
+    engine = FsdpEngine(config, device=torch.device("cpu"))
+    advantages = [1.0, -2.0, 0.5, 3.0, -1.0]
+    batches = pack(trajectories(), advantages, max_tokens=12, num_ranks=world_size)[rank]
+    before = {f"before.{name}": tensor for name, tensor in engine.export_weights()}
+    engine.forward_backward(batches, loss_fn)
+    gradients = {
+        f"grad.{name}": whole(parameter.grad)
+        for name, parameter in engine._parameters.items()
+        if parameter.grad is not None
+    }
+    grad_norm = torch.tensor([engine.optim_step().grad_norm])
+    after = dict(engine.export_weights())
+    engine.save_checkpoint(out / "experts-checkpoint")
+    resumed = FsdpEngine(config, device=torch.device("cpu"))
+    resumed.load_checkpoint(out / "experts-checkpoint")
+    loaded = dict(resumed.export_weights())
+    texts = {
+        "differ after loading": ", ".join(
+            name for name, tensor in after.items() if not torch.equal(tensor, loaded[name])
+        )
+    }
+    resumed.save_pretrained(out / "experts-pretrained")
+
+    def fail_on_last_rank() -> None:
+        with new_folder(out / "broken"):
+            if rank == world_size - 1:
+                raise OSError(28, "No space left on device")
+
+    texts["broken"] = message_of(
+        OSError if rank == world_size - 1 else RuntimeError, fail_on_last_rank
+    )
+    texts["broken exists"] = str((out / "broken").exists())
+    save_file(
+        {
+            **before,
+            **gradients,
+            **{f"after.{name}": tensor for name, tensor in after.items()},
+            "grad_norm": grad_norm,
+        },
+        out / f"experts-rank{rank}.safetensors",
+        metadata=texts,
+    )
+
+
 def main() -> None:
     """Read the arguments, run, and leave the group together."""
     parser = argparse.ArgumentParser()
     for name in ("--rank", "--world-size", "--replicas"):
         parser.add_argument(name, type=int, required=True)
-    for name in ("--model", "--out"):
+    for name in ("--model", "--experts-model", "--out"):
         parser.add_argument(name, type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -163,7 +216,9 @@ def main() -> None:
         init_method=f"file://{os.fspath(arguments.out)}/meet",
         timeout_s=60.0,
     )
-    run(arguments.rank, arguments.world_size, arguments.replicas, arguments.model, arguments.out)
+    sizes = (arguments.rank, arguments.world_size, arguments.replicas)
+    run(*sizes, arguments.model, arguments.out)
+    run_experts(*sizes, arguments.experts_model, arguments.out)
     dist.destroy_process_group()
 
 

@@ -98,14 +98,14 @@ def test_a_failure_leaves_no_folder_and_no_rank_waiting(
     assert not (tmp_path / "new").exists()
 
 
-def test_an_existing_folder_is_not_overwritten(tmp_path: Path, source: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(source: Path) -> None:
     """The message names it."""
     with pytest.raises(FileExistsError, match=r"source: expected a new folder, but it exists"):
         write_pretrained(source, _weights(), source=source, dtype_name="float32")
 
 
 def test_shapes_are_read_of_all_files(tmp_path: Path) -> None:
-    """One dictionary over several files, in no file's type; pickled weights alone are no weights."""
+    """One dictionary over several files, whatever their type; pickled weights are not read."""
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"expected weights in \*\.safetensors, found none"):
         folder_shapes(tmp_path)

@@ -180,8 +180,8 @@ def _check_kind(packed_model: PackedCausalLM, folder: Path) -> None:
     for name, weight in packed_model.named_weights():
         if is_stack(name) and any(size % _SIZE_STEP for size in weight.shape[1:]):
             message = (
-                f"{folder}: expected rows and columns of {name} in multiples of {_SIZE_STEP}, which "
-                f"torch's grouped product needs, got shape {tuple(weight.shape)}"
+                f"{folder}: expected rows and columns of {name} in multiples of {_SIZE_STEP}, as "
+                f"torch's grouped product needs them, got shape {tuple(weight.shape)}"
             )
             raise ValueError(message)
     other_dtypes = {
@@ -198,7 +198,7 @@ def _check_stored(
     """What is exported is what is stored: the same names, shapes and rows.
 
     transformers converts some models while loading: it renames, stacks and transposes weights.
-    The first row of each tell one layout from another, also where all sides are equally long.
+    The first row of each tells one layout from another, also where all sides are equally long.
     """
     weights = dict(packed_model.stored_weights())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
