@@ -63,7 +63,7 @@ class RunSettings:
     folder: Path = Path("runs")
     """Holds one folder per run."""
 
-    checkpoint_every: int = attrs.field(default=12, validator=attrs.validators.ge(1))
+    checkpoint_every: int = attrs.field(default=15, validator=attrs.validators.ge(1))
     """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C."""
 
     trainer_threads: int | None = attrs.field(

@@ -73,7 +73,7 @@ class LoopConfig:
     evaluate_every: int = attrs.field(default=8, validator=attrs.validators.ge(1))
     """Optimizer steps between evaluations on the held-out problems; also before and after."""
 
-    evaluation_samples: int = attrs.field(default=2, validator=attrs.validators.ge(1))
+    evaluation_samples: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     """Completions per held-out problem in an evaluation."""
 
     seed: int = attrs.field(default=0, validator=attrs.validators.ge(0))

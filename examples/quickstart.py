@@ -38,7 +38,7 @@ class QuickstartConfig:
     """Everything that a quickstart run can be told."""
 
     loop: LoopConfig = attrs.field(
-        factory=lambda: LoopConfig(num_steps=24, max_new_tokens=16, evaluate_every=6)
+        factory=lambda: LoopConfig(num_steps=30, max_new_tokens=16, evaluate_every=6)
     )
     """The loop."""
 
