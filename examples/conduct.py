@@ -5,11 +5,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,7 +18,7 @@ from typing import cast
 import attrs
 import transformers
 from actors import MakeEngine, SamplerActor, Trainer, TrainerRank
-from grpo import Group, LoopConfig, Task, sample_group, train
+from grpo import Group, LoopConfig, Task, sample_group, sampling_seed, train
 from rich.console import Console
 from run_folder import RunFolder
 
@@ -69,7 +70,7 @@ class RunSettings:
     trainer_threads: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
     )
-    """Cores that each trainer rank computes on; none: all that this process may use."""
+    """Cores that each trainer rank computes on; none: this process's, shared among the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +137,8 @@ def conduct(
         rewards=job.rewards,
         tokenizer=tokenizer,
     )
-    threads = settings.trainer_threads or len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    threads = settings.trainer_threads or max(1, cores // job.num_ranks)
     environment = worker_environment(device, num_threads=threads)
     with (
         local_cluster(num_cpus=job.num_ranks + 1, environment=environment) as cluster,
@@ -276,9 +278,11 @@ class Conductor:
             temperature=self.loop.temperature,
         )
         rewards = [reward for group in groups for reward in group.rewards]
+        scored = [reward for reward in rewards if math.isfinite(reward)]
         lengths = [len(c.token_ids) for group in groups for c in group.completions]
         return {
-            "reward/heldout/mean": sum(rewards) / len(rewards),
+            **({"reward/heldout/mean": sum(scored) / len(scored)} if scored else {}),
+            "reward/heldout_unscorable/count": float(len(rewards) - len(scored)),
             "length/heldout/mean": sum(lengths) / len(lengths),
             "time/evaluate/seconds": time.monotonic() - begin,
         }
@@ -294,7 +298,7 @@ class Conductor:
                 ground_truth=group.problem.problem.ground_truth,
                 before=group.texts[0],
                 after="",
-                reward_before=group.rewards[0],
+                reward_before=group.rewards[0] if math.isfinite(group.rewards[0]) else None,
                 reward_after=None,
             )
             for group in groups
@@ -309,24 +313,19 @@ class Conductor:
         temperature: float,
     ) -> list[Group]:
         """Sample and reward held-out problems; the same seeds each time."""
-        params = SamplingParams(
-            max_new_tokens=self.loop.max_new_tokens,
-            temperature=temperature,
-            seed=self.loop.seed if temperature > 0.0 else None,
-        )
-        return await asyncio.gather(
-            *(
-                sample_group(
-                    self.task,
-                    sampler,
-                    problem,
-                    params,
-                    num_samples=num_samples,
-                    group_id=problem.problem.problem_id,
-                )
-                for problem in problems
+
+        def group_of(problem: EncodedProblem) -> Awaitable[Group]:
+            name = problem.problem.problem_id
+            params = SamplingParams(
+                max_new_tokens=self.loop.max_new_tokens,
+                temperature=temperature,
+                seed=sampling_seed("heldout", self.loop.seed, name) if temperature > 0.0 else None,
             )
-        )
+            return sample_group(
+                self.task, sampler, problem, params, num_samples=num_samples, group_id=name
+            )
+
+        return await asyncio.gather(*map(group_of, problems))
 
     async def write_checkpoint(self, step: int, scheduler: Scheduler, trainer: Trainer) -> None:
         """Engine and scheduler into a new folder that becomes current by one rename."""
@@ -431,9 +430,13 @@ def report(job: Job, folder: RunFolder, console: Console, *, finished: bool) -> 
         r.values["reward/heldout/mean"] for r in records if "reward/heldout/mean" in r.values
     ]
     pairs = read_completions(folder.path / "completions.json")
+    if heldout:
+        learned = f"reward on held-out problems: {heldout[0]:.2f} before, {heldout[-1]:.2f} now"
+    else:
+        learned = "no answer to a held-out problem could be scored"
     lines = [
         "",
-        f"reward on held-out problems: {heldout[0]:.2f} before, {heldout[-1]:.2f} now",
+        learned,
         f"report      {folder.path / 'report.html'}",
     ]
     if finished:

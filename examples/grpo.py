@@ -1,4 +1,4 @@
-"""GRPO, DAPO or GSPO over a trainer, a sampler and a task: the loop that the examples share.
+"""GRPO, or the losses of DAPO and GSPO: the loop that the examples share.
 
     draw prompts -> sample groups -> reward -> advantages -> pack -> loss, step -> publish
 
@@ -7,6 +7,8 @@ with 1 while the trainer works on the step before. Everything else is in view he
 """
 
 import functools
+import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from algos_gspo_dapo_grpo import (
     Sequences,
     group_advantages,
     group_ids_of,
+    is_informative,
     mismatch_metrics,
     policy_loss,
 )
@@ -144,12 +147,15 @@ def loss_of(
     """The policy loss of one micro-batch, its ratio taken against the sampler's logprobs.
 
     There is one optimizer step per batch, so the trainer's own start-of-step logprobs would make
-    every ratio 1 and the clip inert. Against the sampler's the clip bounds staleness too.
+    every ratio 1 and the clip inert. Against the sampler's the clip bounds staleness too. Where a
+    sampler reported none (NaN), the ratio is 1.
     """
+    reported = torch.isfinite(batch.rollout_logprobs)
+    proximal = torch.where(reported, batch.rollout_logprobs, policy_logprobs.detach())
     sequences = Sequences.packed(batch.cu_seqlens, num_tokens=batch.token_ids.shape[0])
     share = policy_loss(
         policy_logprobs,
-        proximal_logprobs=batch.rollout_logprobs,
+        proximal_logprobs=proximal,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
         sequences=sequences,
@@ -160,6 +166,16 @@ def loss_of(
         policy_logprobs.detach(), batch.rollout_logprobs, batch.loss_mask, counts=counts
     )
     return LossOutput(loss=share.loss, metrics={**share.metrics, **mismatch})
+
+
+def sampling_seed(purpose: str, seed: int, name: str) -> int:
+    """Seed of one group: far from every other group's, and the same whenever it is sampled.
+
+    The sampler gives sample ``i`` of a group this seed plus ``i``; seeds that count up from group
+    to group would make neighbours share most of their draws.
+    """
+    digest = hashlib.blake2b(f"{purpose}/{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 2
 
 
 async def sample_group(
@@ -217,7 +233,7 @@ async def train(
         params = SamplingParams(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
-            seed=config.seed * scheduler.config.num_groups + ticket.index,
+            seed=sampling_seed("train", config.seed, str(ticket.index)),
         )
         return await sample_group(
             task,
@@ -285,15 +301,24 @@ def prepare(
     """Trajectories that carry a gradient, their advantages, and what the batch was like.
 
     A group whose members have the same reward has advantages of exactly 0 and adds nothing to any
-    gradient: it is counted and left out of the packed batch. Denominators are those of what is
-    left, as DAPO's dynamic sampling has them (arXiv:2503.14476, section 3.2).
+    gradient: it is counted and left out of the packed batch, and so is a completion that could not
+    be scored. Denominators are those of what is left, as DAPO's dynamic sampling has them
+    (arXiv:2503.14476, section 3.2).
     """
     groups = batch.groups
+    informative = [is_informative(group.rewards) for group in groups]
     rewards = torch.tensor([reward for group in groups for reward in group.rewards])
     ids = group_ids_of([group.group_id for group in groups for _ in group.rewards])
     values = group_advantages(rewards, ids, config=config.advantages).tolist()
     rows = [trajectory for group in groups for trajectory in group.trajectories()]
-    kept = [(row, value) for row, value in zip(rows, values, strict=True) if value != 0.0]
+    counts = [
+        spread and math.isfinite(reward)
+        for group, spread in zip(groups, informative, strict=True)
+        for reward in group.rewards
+    ]
+    kept = [
+        (row, value) for row, value, counted in zip(rows, values, counts, strict=True) if counted
+    ]
     # A step without any gradient is still a step: one row of advantage 0 stands for it.
     kept = kept or [(rows[0], 0.0)]
     completions = [completion for group in groups for completion in group.completions]
@@ -302,7 +327,7 @@ def prepare(
     metrics = {
         "reward/train/mean": scored.mean().item() if len(scored) else 0.0,
         "reward/unscorable/count": float(len(rewards) - len(scored)),
-        "groups/uniform/fraction": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+        "groups/uniform/fraction": informative.count(False) / len(groups),
         "length/completion/mean": sum(lengths) / len(lengths),
         "length/stopped/fraction": sum(c.finish_reason == "stop" for c in completions)
         / len(completions),

@@ -1,6 +1,6 @@
 """The quickstart's loop with experts: a tiny Qwen3-MoE over two ranks, its experts split in two.
 
-    algorithm  GRPO (or DAPO, GSPO: loop.loss.kind=gspo)
+    algorithm  GRPO (or the loss of DAPO or GSPO: loop.loss.kind=gspo)
     model      a Qwen3-MoE of 448 thousand parameters that half knows how to sort digits
     training   engine-veomni over gloo, two ranks, expert parallelism 2
     sampling   rollout-vllm on the CPU

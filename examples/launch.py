@@ -19,7 +19,7 @@ from rich.console import Console
 from run_folder import RunFolder
 
 from async_policy import AsyncPolicyError
-from device_env import Device, Report, examine
+from device_env import Device, Report, detect_device, examine
 from rl_contracts import ConfigError, effective_toml, load_config, settings_help
 from rollout_vllm import RolloutError
 
@@ -82,7 +82,8 @@ def main(
         print(plan.effective, end="")
     if machine.device is None or not machine.healthy:
         return 2
-    return 0 if arguments.dry_run else execute(plan, machine.device)
+    # Engines and sampler of this release run on CPUs, whatever else is there.
+    return 0 if arguments.dry_run else execute(plan, detect_device(force="cpu"))
 
 
 def make_plan(
@@ -171,8 +172,9 @@ def parse(config_class: type, description: str, argv: Sequence[str] | None) -> a
 
 def derived(job: Job, machine: Report) -> Mapping[str, tuple[object, str]]:
     """Values that were not set but follow, for the effective configuration."""
+    found = machine.device.kind if machine.device else "nothing usable"
     values: dict[str, tuple[object, str]] = {
-        "device": (machine.device.kind if machine.device else "none", "found by device-env"),
+        "device": ("cpu", f"what the examples run on; found: {found}"),
         "trainer.ranks": (job.num_ranks, "processes that train"),
     }
     for name, value in plain_settings(job.engine_config, "engine."):

@@ -1,6 +1,6 @@
 """GRPO on single-digit addition: SmolLM2-135M-Instruct learns it on two CPU cores in minutes.
 
-    algorithm  GRPO (or DAPO, GSPO: loop.loss.kind=gspo)
+    algorithm  GRPO (or the loss of DAPO or GSPO: loop.loss.kind=gspo)
     model      SmolLM2-135M-Instruct, real pretrained weights
     training   engine-fsdp over gloo, float32 master weights, bfloat16 compute
     sampling   rollout-vllm on the CPU

@@ -8,8 +8,11 @@ from hypothesis import given, settings, strategies as st
 
 from algos_gspo_dapo_grpo import (
     DrGrpoAdvantages,
+    GpgAdvantages,
     GroupAdvantages,
     GrpoAdvantages,
+    MaxRlAdvantages,
+    RlooAdvantages,
     dr_grpo_advantages,
     group_advantages,
     group_ids_of,
@@ -20,7 +23,16 @@ from algos_gspo_dapo_grpo import (
 LAW = settings(deadline=None, max_examples=25, derandomize=True)
 SAMPLE, POPULATION = GrpoAdvantages(), GrpoAdvantages(std="population")
 EVERY_KIND = pytest.mark.parametrize(
-    "config", [SAMPLE, POPULATION, DrGrpoAdvantages()], ids=["sample", "population", "dr_grpo"]
+    "config",
+    [
+        SAMPLE,
+        POPULATION,
+        DrGrpoAdvantages(),
+        RlooAdvantages(),
+        GpgAdvantages(),
+        MaxRlAdvantages(),
+    ],
+    ids=["sample", "population", "dr_grpo", "rloo", "gpg", "maxrl"],
 )
 
 
@@ -132,6 +144,41 @@ def test_groups_are_independent_of_order_and_of_each_other(
             else torch.zeros_like(alone)
         )
         torch.testing.assert_close(advantages[ids == group], expected, rtol=1e-6, atol=1e-6)
+
+
+@EVERY_KIND
+@LAW
+@given(
+    data=st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.floats(-10, 10, width=32) | st.sampled_from([math.nan, math.inf, -math.inf]),
+            st.booleans(),
+        ),
+        max_size=24,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_every_kind_is_finite_and_blind_to_order_and_to_rejected_samples(
+    config: GroupAdvantages, data: list[tuple[int, float, bool]], seed: int
+) -> None:
+    """A01, A04: finite for any rewards; permuting permutes; a rejected reward moves nobody."""
+    ids = torch.tensor([group for group, _, _ in data], dtype=torch.int64)
+    rewards = torch.tensor([reward for _, reward, _ in data], dtype=torch.float64)
+    accepted = torch.tensor([taken for _, _, taken in data], dtype=torch.bool)
+    advantages = group_advantages(rewards, ids, config=config, accepted=accepted)
+    assert torch.isfinite(advantages).all()
+    usable = accepted & torch.isfinite(rewards)
+    assert (advantages[~usable] == 0.0).all()
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    permuted = group_advantages(rewards[order], ids[order], config=config, accepted=accepted[order])
+    torch.testing.assert_close(permuted, advantages[order])
+    alone = group_advantages(rewards[usable], ids[usable], config=config)
+    torch.testing.assert_close(alone, advantages[usable])
+    elsewhere = group_advantages(
+        torch.where(usable, rewards, 1e6), ids, config=config, accepted=usable
+    )
+    torch.testing.assert_close(elsewhere, advantages)
 
 
 def test_settings_without_meaning_are_refused() -> None:

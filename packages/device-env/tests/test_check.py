@@ -110,9 +110,18 @@ def test_a_name_that_vllm_does_not_know_is_answered_with_the_nearest() -> None:
 
 
 def test_a_name_beyond_the_registry_is_not_judged() -> None:
-    """Without the list an unregistered name is a note; with it a read name is fine."""
-    assert only(check_environment({"VLLM_PORT": "1"}, VLLM)).level == "note"
-    assert check_environment({"VLLM_PORT": "1"}, VLLM, vllm_names=["VLLM_PORT"]) == []
+    """Of a vLLM that was not looked at, an unregistered name is a note; its names decide."""
+    newer = {"vllm": "0.99.0"}
+    assert only(check_environment({"VLLM_PORT": "1"}, newer)).level == "note"
+    assert check_environment({"VLLM_PORT": "1"}, newer, vllm_names=["VLLM_PORT"]) == []
+
+
+def test_names_of_versions_looked_at_are_known() -> None:
+    """For a vLLM whose wheel was read, any name is judged, also beyond the registry."""
+    assert check_environment({"VLLM_PORT": "1"}, {"vllm": "0.23.0"}) == []
+    found = only(check_environment({"VLLM_PORTS": "1"}, {"vllm": "0.23.0+cpu"}))
+    assert found.message == "vllm 0.23.0+cpu does not read it"
+    assert found.fix == "did you mean VLLM_PORT?"
 
 
 @pytest.mark.parametrize(

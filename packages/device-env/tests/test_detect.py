@@ -191,16 +191,47 @@ def test_rocm_with_contradicting_variables_is_an_error(tmp_path: Path) -> None:
     assert "choose different GPUs" in str(answer["error"])
 
 
-def test_broken_backend_extension_is_named_although_it_breaks_torch(tmp_path: Path) -> None:
-    """With the real torch, an installed torch_npu without CANN is the reason that is shown."""
-    info = tmp_path / "torch_npu-2.10.0.dist-info"
+def install_extension(folder: Path, source: str) -> None:
+    """Install a torch_npu that torch loads when it is imported."""
+    info = folder / "torch_npu-2.10.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
-    answer = detect(tmp_path, {"torch_npu": "raise ImportError('libhccl.so: cannot open')"})
+    (folder / "torch_npu.py").write_text(source)
+
+
+def test_broken_backend_extension_does_not_break_detection(tmp_path: Path) -> None:
+    """With the real torch, an installed torch_npu without CANN is no reason against a GPU.
+
+    `import torch` fails there, and a second attempt crashes the interpreter (case A39).
+    """
+    install_extension(tmp_path, "raise ImportError('libhccl.so: cannot open')")
+    answer = detect(tmp_path, {})
     assert answer["kind"] == "cpu"
-    assert "torch_npu" in reason(answer, "cuda")
-    assert "libhccl.so: cannot open" in reason(answer, "cuda")
+    assert "is built without CUDA" in reason(answer, "cuda")
+    assert "libhccl.so: cannot open" in reason(answer, "npu")
+
+
+def test_doctor_says_that_a_broken_extension_breaks_torch(tmp_path: Path) -> None:
+    """What detection gets around stops every other program, so the doctor calls it an error."""
+    install_extension(tmp_path, "raise ImportError('libhccl.so: cannot open')")
+
+    def doctor(**environ: str) -> dict[str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "device_env", "doctor", "--json"],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), **environ},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        report = json.loads(done.stdout)
+        return {found["variable"]: found["message"] for found in report["findings"]}
+
+    assert doctor()["torch"] == (
+        "import torch fails here: it loads the extension torch_npu, and libhccl.so: cannot open"
+    )
+    assert "torch" not in doctor(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 def test_without_torch_there_is_still_a_cpu(tmp_path: Path) -> None:

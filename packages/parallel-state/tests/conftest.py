@@ -26,7 +26,13 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
         script = RANKS / f"{file}.py"
         launch = [sys.executable, str(RANKS / "launch.py"), str(world_size)]
         command = [*launch, str(folder), str(script), *functions]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            # glibc: freed tensors go back to the kernel at once, so that its count is the truth
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        }
         with subprocess.Popen(
             command,
             env=environment,

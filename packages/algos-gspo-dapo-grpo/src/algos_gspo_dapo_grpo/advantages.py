@@ -1,5 +1,8 @@
 """Advantages from the rewards of a group: how much better a sample did than its siblings.
 
+Here is the choice (`GroupAdvantages`) with its two oldest members; RLOO, GPG and MaxRL have
+modules of their own.
+
 Sources: Shao et al. 2024, GRPO, arXiv:2402.03300, section 4.1.2; Liu et al. 2025, Dr.GRPO,
 arXiv:2503.20783, section 3.2.
 
@@ -12,14 +15,17 @@ What happens at the edges, in all of them:
 """
 
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, Literal, NamedTuple, assert_never, final
+from typing import ClassVar, Literal, assert_never, final
 
 import attrs
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from algos_gspo_dapo_grpo.precision import at_least_float32
+from algos_gspo_dapo_grpo.gpg import GpgAdvantages, gpg_advantages
+from algos_gspo_dapo_grpo.groups import grouped
+from algos_gspo_dapo_grpo.maxrl import MaxRlAdvantages, maxrl_advantages
+from algos_gspo_dapo_grpo.rloo import RlooAdvantages, rloo_advantages
 
 
 @final
@@ -49,8 +55,15 @@ class DrGrpoAdvantages:
     kind: ClassVar[Literal["dr_grpo"]] = "dr_grpo"
 
 
-GroupAdvantages = GrpoAdvantages | DrGrpoAdvantages
-"""How rewards of a group become advantages."""
+GroupAdvantages = (
+    GrpoAdvantages | DrGrpoAdvantages | RlooAdvantages | GpgAdvantages | MaxRlAdvantages
+)
+"""How rewards of a group become advantages, given rewards and groups alone.
+
+Methods that need more have functions of their own: `opo_advantages` (lengths),
+`remax_advantages` (a greedy completion's reward), `gdpo_advantages` (several rewards),
+`reinforce_plus_plus_advantages` (rewards per token) and `gae` (values).
+"""
 
 
 def group_ids_of(keys: Sequence[Hashable]) -> Int[Tensor, " samples"]:
@@ -76,6 +89,12 @@ def group_advantages(
             return grpo_advantages(rewards, group_ids, config=config, accepted=accepted)
         case DrGrpoAdvantages():
             return dr_grpo_advantages(rewards, group_ids, accepted=accepted)
+        case RlooAdvantages():
+            return rloo_advantages(rewards, group_ids, accepted=accepted)
+        case GpgAdvantages():
+            return gpg_advantages(rewards, group_ids, config=config, accepted=accepted)
+        case MaxRlAdvantages():
+            return maxrl_advantages(rewards, group_ids, config=config, accepted=accepted)
         case _:
             assert_never(config)
 
@@ -100,12 +119,13 @@ def grpo_advantages(
     Returns:
         One advantage per sample, of about unit size, float32 or better; always finite.
     """
-    centred = _centre(rewards, group_ids, accepted)
+    groups = grouped(rewards, group_ids, accepted)
+    centred = groups.weighted_centre()
     # Two passes: the mean is gone before anything is squared, so equal rewards leave exactly 0.
-    squares = _group_sum(centred.values.square(), centred.group_ids)
-    divisor = centred.num_scored - 1.0 if config.std == "sample" else centred.num_scored
+    squares = groups.sum(centred.square())
+    divisor = groups.num_scored - 1.0 if config.std == "sample" else groups.num_scored
     std = torch.sqrt(squares / divisor.clamp(min=1.0))
-    return centred.values / (std + config.epsilon)
+    return centred / (std + config.epsilon)
 
 
 def dr_grpo_advantages(
@@ -121,45 +141,4 @@ def dr_grpo_advantages(
     Returns:
         One advantage per sample, in reward units, float32 or better; always finite.
     """
-    return _centre(rewards, group_ids, accepted).values
-
-
-class _Centred(NamedTuple):
-    values: Tensor  # reward - group mean; 0 where not scored
-    num_scored: Tensor  # of the sample's group
-    group_ids: Tensor  # from 0, dense
-
-
-def _centre(
-    rewards: Float[Tensor, " samples"],
-    group_ids: Int[Tensor, " samples"],
-    accepted: Bool[Tensor, " samples"] | None,
-) -> _Centred:
-    rewards = at_least_float32(rewards)
-    scored = torch.isfinite(rewards)
-    if accepted is not None:
-        scored = scored & accepted
-    dense = _dense(group_ids)
-    # Measured from the group's lowest reward: equal rewards become exact zeros, and large common
-    # offsets cost no digits.
-    lowest = torch.full_like(rewards, torch.inf).scatter_reduce(
-        0, dense, torch.where(scored, rewards, torch.inf), "amin"
-    )
-    above_lowest = torch.where(scored, rewards - lowest[dense], 0.0)
-    num_scored = _group_sum(scored.to(rewards.dtype), dense)
-    mean = _group_sum(above_lowest, dense) / num_scored.clamp(min=1.0)
-    return _Centred(torch.where(scored, above_lowest - mean, 0.0), num_scored, dense)
-
-
-def _group_sum(values: Tensor, dense: Tensor) -> Tensor:
-    """Sum of each sample's group, for every sample."""
-    return torch.zeros_like(values).index_add(0, dense, values)[dense]
-
-
-def _dense(group_ids: Int[Tensor, " samples"]) -> Int[Tensor, " samples"]:
-    """Number the groups from 0; torch.unique would wait for the device to learn how many."""
-    order = torch.argsort(group_ids, stable=True)
-    ordered = group_ids[order]
-    starts_group = torch.ones_like(ordered)
-    starts_group[1:] = (ordered[1:] != ordered[:-1]).to(ordered.dtype)
-    return torch.empty_like(order).scatter(0, order, starts_group.cumsum(0) - 1)
+    return grouped(rewards, group_ids, accepted).weighted_centre()

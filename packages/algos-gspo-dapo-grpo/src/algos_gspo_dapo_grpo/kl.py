@@ -6,6 +6,13 @@ k1, k2 and k3. With ``d = ref - policy`` per token, in nats:
     k1 = -d                  unbiased; as a loss its gradient does not know ref
     k2 = d^2 / 2             biased; its gradient is that of KL(policy || ref) in expectation
     k3 = exp(d) - d - 1      unbiased, never negative; the term of GRPO (arXiv:2402.03300, eq. 4)
+
+and, named as verl and TRL name it,
+
+    abs = |d|                biased; its gradient knows only which way ref lies
+
+In expectation over the policy the *value* of k1 and k3 is the KL divergence, but the *gradient*
+is only for k2. A straight-through term has the value of one estimator and the gradient of k2.
 """
 
 from typing import Literal, assert_never, final
@@ -55,14 +62,45 @@ def kl_k3(
     return torch.clamp(torch.expm1(difference) - difference, max=K3_CAP)
 
 
-def _refuse_k1(_: object, __: object, value: str) -> None:
-    if value == "k1":
+def kl_abs(
+    policy_logprobs: Float[Tensor, "*layout"], ref_logprobs: Float[Tensor, "*layout"]
+) -> Float[Tensor, "*layout"]:
+    """``|policy - ref|`` per token, in nats; its gradient is the sign of ``policy - ref``."""
+    return kl_k1(policy_logprobs, ref_logprobs).abs()
+
+
+KlEstimator = Literal["k1", "k2", "k3", "abs"]
+"""Which estimator; see the module."""
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+
+def kl_estimate(
+    policy_logprobs: Float[Tensor, "*layout"],
+    ref_logprobs: Float[Tensor, "*layout"],
+    *,
+    estimator: KlEstimator,
+) -> Float[Tensor, "*layout"]:
+    """The estimate per token that `estimator` names, in nats (k2: nats^2)."""
+    match estimator:
+        case "k1":
+            return kl_k1(policy_logprobs, ref_logprobs)
+        case "k2":
+            return kl_k2(policy_logprobs, ref_logprobs)
+        case "k3":
+            return kl_k3(policy_logprobs, ref_logprobs)
+        case "abs":
+            return kl_abs(policy_logprobs, ref_logprobs)
+        case _:
+            assert_never(estimator)
+
+
+def _known_estimator(instance: object, _: object, value: str) -> None:
+    if value not in KL_ESTIMATORS:
+        known = ", ".join(repr(name) for name in KL_ESTIMATORS)
         raise ValueError(
-            "KlPenalty: estimator 'k1' has no effect as a loss: its gradient with respect to the "
-            "policy is 1 whatever the reference says; use 'k2' or 'k3'"
+            f"{type(instance).__name__}: expected estimator to be one of {known}, got {value!r}"
         )
-    if value not in ("k2", "k3"):
-        raise ValueError(f"KlPenalty: expected estimator 'k2' or 'k3', got {value!r}")
 
 
 @final
@@ -73,8 +111,32 @@ class KlPenalty:
     coefficient: float = attrs.field(validator=attrs.validators.gt(0.0))
     """Factor of the term, in reward units per nat. GRPO: 0.04 (arXiv:2402.03300, section 4.2)."""
 
-    estimator: Literal["k2", "k3"] = attrs.field(default="k3", validator=_refuse_k1)
-    """Which estimator. Default: k3, as GRPO has it (arXiv:2402.03300, eq. 4)."""
+    estimator: KlEstimator = attrs.field(default="k3", validator=_known_estimator)
+    """Which estimator. Default: k3, as GRPO has it (arXiv:2402.03300, eq. 4).
+
+    k1 has no effect as a loss unless `straight_through` gives it a gradient.
+    """
+
+    straight_through: bool = False
+    """Keep the estimator's value, and take the gradient of k2, ``policy - ref``.
+
+    verl writes these as ``k1+``, ``k3+`` and ``abs+``. Default: off, as in GRPO. With k2 it
+    would change nothing and is refused.
+    """
+
+    @straight_through.validator
+    def _acts(self, _: object, value: bool) -> None:  # noqa: FBT001  # attrs gives it by position
+        if self.estimator == "k1" and not value:
+            raise ValueError(
+                "KlPenalty: estimator 'k1' has no effect as a loss: its gradient with respect to "
+                "the policy is 1 whatever the reference says; use 'k2' or 'k3', or set "
+                "straight_through=True for the gradient of k2"
+            )
+        if self.estimator == "k2" and value:
+            raise ValueError(
+                "KlPenalty: straight_through has no effect with estimator 'k2', whose gradient it "
+                "would borrow; leave it False"
+            )
 
 
 def kl_penalty(
@@ -87,10 +149,11 @@ def kl_penalty(
 
     `policy_logprobs` carries the gradient; `ref_logprobs` never does.
     """
-    match config.estimator:
-        case "k2":
-            return kl_k2(policy_logprobs, ref_logprobs.detach())
-        case "k3":
-            return kl_k3(policy_logprobs, ref_logprobs.detach())
-        case _:
-            assert_never(config.estimator)
+    ref_logprobs = ref_logprobs.detach()
+    value = kl_estimate(policy_logprobs, ref_logprobs, estimator=config.estimator)
+    if not config.straight_through:
+        return value
+    policy = at_least_float32(policy_logprobs)
+    gradient = kl_k1(policy_logprobs, ref_logprobs).detach()
+    # policy - policy.detach() is exactly 0, so the value keeps all its digits.
+    return value.detach() + gradient * (policy - policy.detach())

@@ -2,12 +2,15 @@
 
 import difflib
 from collections.abc import Collection, Mapping
+from typing import final
 
+import attrs
 from packaging.version import Version
 
 from device_env.device import DeviceKind
 from device_env.domains import check_value
 from device_env.findings import Finding, gravest_first
+from device_env.known_names import known_names
 from device_env.registry import Registry, Variable
 from device_env.rules import RULES, RunFacts, Situation
 
@@ -34,34 +37,80 @@ def check_environment(
         device_kind: the device of the run, for rules that depend on it.
         facts: what the run's configuration says, for rules that depend on it.
         not_installed: distributions known to be absent; their variables have no reader.
-        vllm_names: every name that the vllm of the run reads, see `names_read_by_vllm`.
+        vllm_names: every name that the vllm of the run reads, see `names_read_by_vllm`; by
+            default those of its version, where they are known (`known_names`).
         registry: the facts, by default those that ship with this package.
 
     Returns:
         Findings, gravest first; empty when nothing is known against the environment.
     """
-    registry = Registry.load() if registry is None else registry
-    findings: list[Finding] = []
-    for name in sorted(environ):
-        if name in registry:
-            variable = registry.lookup(name)
-            stale = _stale(variable, versions, not_installed, vllm_names)
-            if stale is not None:
-                findings.append(stale)
-            if stale is None or stale.level == "note":
-                findings.extend(_value_and_age(variable, environ[name], versions))
-        elif name.startswith("VLLM_"):
-            unknown = _unknown_to_vllm(name, versions, vllm_names)
-            if unknown is not None:
-                findings.append(unknown)
-    situation = Situation(
-        environ=environ,
+    judge = Judge(
         versions=versions,
         device_kind=device_kind,
         facts=RunFacts() if facts is None else facts,
+        not_installed=frozenset(not_installed),
+        vllm_names=None if vllm_names is None else frozenset(vllm_names),
+        registry=Registry.load() if registry is None else registry,
     )
-    findings.extend(found for rule in RULES if (found := rule.check(situation)) is not None)
-    return gravest_first(findings)
+    return judge.environment(environ)
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Judge:
+    """What is known about a run, applied to variables one by one and together."""
+
+    versions: Mapping[str, str]
+    """Versions by distribution name."""
+
+    device_kind: DeviceKind | None = None
+    """The device, where it is known."""
+
+    facts: RunFacts = RunFacts()
+    """The configuration, where it is known."""
+
+    not_installed: frozenset[str] = frozenset()
+    """Distributions known to be absent."""
+
+    vllm_names: frozenset[str] | None = None
+    """Every name that the run's vllm reads; None for those of its version (`known_names`)."""
+
+    registry: Registry = attrs.field(factory=Registry.load)
+    """The facts."""
+
+    def environment(self, environ: Mapping[str, str]) -> list[Finding]:
+        """All that there is against an environment, gravest first."""
+        findings = [found for name in environ for found in self.variable(name, environ[name])]
+        return gravest_first([*findings, *self.together(environ)])
+
+    def variable(self, name: str, value: str | None) -> list[Finding]:
+        """What there is against one variable; a value of None is not known and not judged."""
+        if name not in self.registry:
+            if not name.startswith("VLLM_"):
+                return []
+            unknown = _unknown_to_vllm(name, self.versions, self._names())
+            return [] if unknown is None else [unknown]
+        variable = self.registry.lookup(name)
+        stale = _stale(variable, self.versions, self.not_installed, self._names())
+        findings = [] if stale is None else [stale]
+        if stale is None or stale.level == "note":
+            findings += _value_and_age(variable, value, self.versions)
+        return findings
+
+    def together(self, environ: Mapping[str, str]) -> list[Finding]:
+        """What variables do to each other, to the configuration and on the device."""
+        situation = Situation(
+            environ=environ,
+            versions=self.versions,
+            device_kind=self.device_kind,
+            facts=self.facts,
+        )
+        return [found for rule in RULES if (found := rule.check(situation)) is not None]
+
+    def _names(self) -> frozenset[str] | None:
+        if self.vllm_names is not None or "vllm" not in self.versions:
+            return self.vllm_names
+        return known_names("vllm", self.versions["vllm"])
 
 
 def _stale(
@@ -128,9 +177,13 @@ def _history(variable: Variable) -> str:
     return "in none of the versions looked at"
 
 
-def _value_and_age(variable: Variable, value: str, versions: Mapping[str, str]) -> list[Finding]:
+def _value_and_age(
+    variable: Variable, value: str | None, versions: Mapping[str, str]
+) -> list[Finding]:
     findings: list[Finding] = []
-    violation = None if variable.domain is None else check_value(variable.domain, value)
+    violation = (
+        None if value is None or variable.domain is None else check_value(variable.domain, value)
+    )
     if violation is not None:
         findings.append(
             Finding(

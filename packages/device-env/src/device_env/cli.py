@@ -5,21 +5,25 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
 from packaging.version import InvalidVersion, Version
 
-from device_env.check import check_environment
+from device_env.check import Judge
 from device_env.device import DEVICE_KINDS
 from device_env.doctor import examine
 from device_env.env_file import parse_env_file
-from device_env.errors import EnvFileError, UnknownVariableError
+from device_env.errors import EnvFileError, ScriptError, UnknownVariableError
 from device_env.explanation import explain
+from device_env.findings import Finding
 from device_env.render import Style, count_by_level, render_findings, render_report
+from device_env.rules import RunFacts
+from device_env.script_check import check_script
 
 _USAGE_ERROR = 2
+_VERSIONED = ("vllm", "vllm-ascend", "torch-npu", "torch", "ray")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,17 +54,55 @@ def _parser() -> argparse.ArgumentParser:
         description="Judge an environment. Variables of a component whose version is not given "
         "are named, not judged.",
     )
-    check.add_argument(
+    where = check.add_mutually_exclusive_group()
+    where.add_argument(
+        "script", nargs="?", type=Path, metavar="SCRIPT", help="a shell script, judged line by line"
+    )
+    where.add_argument(
         "--env-file", type=Path, metavar="FILE", help="NAME=value lines; default: this environment"
     )
-    for option in ("vllm", "vllm-ascend", "torch-npu", "torch", "ray"):
+    check.add_argument(
+        "--with",
+        dest="with_",
+        action="append",
+        default=[],
+        type=_assignment,
+        metavar="NAME=VALUE",
+        help="what the caller of SCRIPT has in its environment; decides which way it goes",
+    )
+    for option in _VERSIONED:
         check.add_argument(f"--{option}", type=_version, metavar="VERSION")
     check.add_argument("--device", choices=DEVICE_KINDS, help="the device of the run")
+    _add_facts(check)
     check.add_argument("--strict", action="store_true", help="warnings count as errors")
     check.add_argument("--json", action="store_true", help="for programs")
     explained = commands.add_parser("explain", help="all that is known about a variable")
     explained.add_argument("names", nargs="+", metavar="NAME")
     return parser
+
+
+def _add_facts(check: argparse.ArgumentParser) -> None:
+    """Options for what the run's configuration says; None where it is not told."""
+    facts = check.add_argument_group("configuration of the run, for rules that depend on it")
+    facts.add_argument("--training-engine", choices=("fsdp", "veomni", "megatron"))
+    for name, text in (
+        ("enforce-eager", "vLLM runs without captured graphs"),
+        ("sleep-mode", "the sampler gives its memory back between rollouts"),
+        ("online-weight-update", "new weights are loaded into a running sampler"),
+    ):
+        facts.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text
+        )
+    facts.add_argument(
+        "--process-group-timeout", type=float, metavar="SECONDS", help="of torch.distributed"
+    )
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return name, value
 
 
 def _version(text: str) -> str:
@@ -82,34 +124,64 @@ def _doctor(*, as_json: bool) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    file: Path | None = arguments.env_file
-    lines: dict[str, int] = {}
-    environ = dict(os.environ)
-    if file is not None:
-        try:
-            assignments = parse_env_file(file.read_text(encoding="utf-8"))
-        except (OSError, EnvFileError) as error:
-            return _complain(f"{file}: {error}")
-        environ = {name: found.value for name, found in assignments.items()}
-        lines = {name: found.line for name, found in assignments.items()}
-    versions = {
-        option: version
-        for option in ("vllm", "vllm-ascend", "torch-npu", "torch", "ray")
-        if (version := getattr(arguments, option.replace("-", "_"))) is not None
-    }
-    findings = check_environment(environ, versions, device_kind=arguments.device)
+    file: Path | None = arguments.script or arguments.env_file
+    judge = _judge(arguments)
+    try:
+        if arguments.script is not None:
+            located, judged = _script_findings(arguments.script, judge, dict(arguments.with_))
+        else:
+            located, judged = _environment_findings(arguments.env_file, judge)
+    except (OSError, UnicodeDecodeError, EnvFileError, ScriptError) as error:
+        return _complain(f"{file}: {error}")
+    findings = [finding for _, finding in located]
     if arguments.json:
-        rows = [attrs.asdict(found) | {"line": lines.get(found.variable)} for found in findings]
+        rows = [attrs.asdict(finding) | {"line": line} for line, finding in located]
         _print(json.dumps(rows, indent=2))
     else:
-        places = [
-            f"{file}:{lines[found.variable]}: " if found.variable in lines else ""
-            for found in findings
-        ]
+        places = ["" if line is None else f"{file}:{line}: " for line, _ in located]
         _print(render_findings(findings, _style(), places=places))
-        _print(f"\n{len(environ)} variables: {count_by_level(findings)}")
+        _print(f"\n{judged}: {count_by_level(findings)}")
     grave = {"error", "warning"} if arguments.strict else {"error"}
     return 1 if any(found.level in grave for found in findings) else 0
+
+
+def _judge(arguments: argparse.Namespace) -> Judge:
+    versions = {
+        option: version
+        for option in _VERSIONED
+        if (version := getattr(arguments, option.replace("-", "_"))) is not None
+    }
+    return Judge(
+        versions=versions,
+        device_kind=arguments.device,
+        facts=RunFacts(
+            training_engine=arguments.training_engine,
+            enforce_eager=arguments.enforce_eager,
+            sleep_mode=arguments.sleep_mode,
+            online_weight_update=arguments.online_weight_update,
+            process_group_timeout_s=arguments.process_group_timeout,
+        ),
+    )
+
+
+def _script_findings(
+    script: Path, judge: Judge, environ: Mapping[str, str]
+) -> tuple[list[tuple[int | None, Finding]], str]:
+    text = script.read_text(encoding="utf-8")
+    located = check_script(text, judge, environ=environ)
+    return [(at.line, at.finding) for at in located], f"{text.count(chr(10))} lines"
+
+
+def _environment_findings(
+    file: Path | None, judge: Judge
+) -> tuple[list[tuple[int | None, Finding]], str]:
+    environ, lines = dict(os.environ), dict[str, int]()
+    if file is not None:
+        assignments = parse_env_file(file.read_text(encoding="utf-8"))
+        environ = {name: found.value for name, found in assignments.items()}
+        lines = {name: found.line for name, found in assignments.items()}
+    located = [(lines.get(found.variable), found) for found in judge.environment(environ)]
+    return located, f"{len(environ)} variables"
 
 
 def _explain(names: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from device_env.findings import Finding, Level, gravest_first
 from device_env.host import SHARED_MEMORY, Host, inspect_host
 from device_env.packages import installed_versions, providers_of, unmet_torch_pin
 from device_env.registry import Registry
-from device_env.torch_build import TorchUnavailable, import_torch
+from device_env.torch_build import TorchUnavailable, broken_extensions, import_torch
 from device_env.vllm_source import names_read_by_installed_vllm
 
 _SHARED_MEMORY_MIN_BYTES = 1 << 30
@@ -73,7 +73,7 @@ def examine(environ: Mapping[str, str]) -> Report:
     versions = installed_versions()
     providers = providers_of("vllm")
     host = inspect_host()
-    findings += _torch_findings(versions)
+    findings += _torch_findings(versions, environ)
     findings += _provider_findings(providers)
     findings += _host_findings(host, environ)
     findings += check_environment(
@@ -110,17 +110,30 @@ def _absent(versions: Mapping[str, str], providers: tuple[str, ...]) -> tuple[st
     )
 
 
-def _torch_findings(versions: Mapping[str, str]) -> list[Finding]:
+def _torch_findings(versions: Mapping[str, str], environ: Mapping[str, str]) -> list[Finding]:
     torch = import_torch()
     if isinstance(torch, TorchUnavailable):
         fix = (
-            "repair what the message names; for a torch_npu without CANN: source CANN's "
-            "set_env.sh, uninstall torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            "repair what the message names"
             if torch.broken
             else "install torch, for instance with the extra device-env[torch]"
         )
         level: Level = "error" if torch.broken else "warning"
         return [Finding(level=level, variable="torch", message=torch.reason, fix=fix)]
+    broken = [
+        Finding(
+            level="error",
+            variable="torch",
+            message=f"import torch fails here: it loads the extension {name}, and {error}",
+            fix=f"for a torch_npu without CANN source CANN's set_env.sh; or uninstall {name}; or "
+            "set TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+        )
+        for name, error in broken_extensions(environ).items()
+    ]
+    return [*broken, *_companion_findings(versions)]
+
+
+def _companion_findings(versions: Mapping[str, str]) -> list[Finding]:
     if "torch" not in versions:
         return []
     return [

@@ -5,7 +5,8 @@ DeviceEnvError
 ├── VisibleDevicesError     the visible-device variables contradict each other
 ├── UnknownVariableError    the registry does not know this name
 ├── ProfileConflictError    a profile would overwrite what the user set
-└── EnvFileError            a line of an environment file cannot be read
+├── EnvFileError            a line of an environment file cannot be read
+└── ScriptError             a shell script cannot be read
 """
 
 
@@ -31,3 +32,7 @@ class ProfileConflictError(DeviceEnvError, ValueError):
 
 class EnvFileError(DeviceEnvError, ValueError):
     """An environment file has a line that is not an assignment."""
+
+
+class ScriptError(DeviceEnvError, ValueError):
+    """A shell script has syntax that a shell, or this package's reader, does not take."""

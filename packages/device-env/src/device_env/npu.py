@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from device_env.device import Device, Rejection
+from device_env.torch_build import TorchUnavailable, import_torch
 from device_env.visible import visible_devices
 
 _CANN_HINT = "source CANN's set_env.sh, or uninstall torch_npu on a machine without NPUs"
@@ -12,6 +13,9 @@ _CANN_HINT = "source CANN's set_env.sh, or uninstall torch_npu on a machine with
 
 def detect_npu(environ: Mapping[str, str]) -> Device | Rejection:
     """Ascend NPUs of this process, or why there are none."""
+    torch = import_torch()
+    if isinstance(torch, TorchUnavailable):
+        return Rejection(kind="npu", reason=torch.reason)
     torch_npu = _import_torch_npu()
     if isinstance(torch_npu, str):
         return Rejection(kind="npu", reason=torch_npu)

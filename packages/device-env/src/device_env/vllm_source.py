@@ -6,9 +6,10 @@ from importlib import metadata
 from pathlib import Path
 
 
-def names_read_by_vllm(envs_source: str) -> frozenset[str]:
+def names_read_by_vllm(envs_source: str, *, table: str = "environment_variables") -> frozenset[str]:
     """Keys of `environment_variables` in the text of `vllm/envs.py`.
 
+    vllm-ascend's `vllm_ascend/envs.py` has the same form, with the table `env_variables`.
     vLLM warns of any other `VLLM_*` variable as unknown (vllm/platforms/interface.py).
 
     Raises:
@@ -17,19 +18,15 @@ def names_read_by_vllm(envs_source: str) -> frozenset[str]:
     for node in ast.parse(envs_source).body:
         match node:
             case (
-                ast.AnnAssign(
-                    target=ast.Name(id="environment_variables"), value=ast.Dict() as table
-                )
-                | ast.Assign(
-                    targets=[ast.Name(id="environment_variables")], value=ast.Dict() as table
-                )
-            ):
+                ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as found)
+                | ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as found)
+            ) if name == table:
                 return frozenset(
                     key.value
-                    for key in table.keys
+                    for key in found.keys
                     if isinstance(key, ast.Constant) and isinstance(key.value, str)
                 )
-    raise ValueError("expected a dictionary environment_variables in vllm/envs.py, found none")
+    raise ValueError(f"expected a dictionary {table} in envs.py, found none")
 
 
 def names_read_by_installed_vllm(

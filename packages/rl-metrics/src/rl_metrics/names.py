@@ -29,6 +29,11 @@ _ROWS = (
     ("reward/train/std", "reward", "Standard deviation of those rewards, over the whole step."),
     ("reward/heldout/mean", "reward", "Mean reward on problems that are never trained on."),
     ("reward/unscorable/count", "completions", "Completions that the grader could not score."),
+    (
+        "reward/heldout_unscorable/count",
+        "completions",
+        "Completions on held-out problems that the grader could not score.",
+    ),
     ("advantage/train/max", "reward", "Largest absolute advantage of the step."),
     ("groups/uniform/fraction", "fraction", "Groups whose members all have the same reward."),
     ("length/prompt/mean", "tokens", "Mean prompt length."),
