@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -62,7 +64,7 @@ class RunSettings:
     """Where a run lives and what it may use."""
 
     folder: Path = Path("runs")
-    """Holds one folder per run."""
+    """Holds one folder per run; relative to where the command is given."""
 
     checkpoint_every: int = attrs.field(default=15, validator=attrs.validators.ge(1))
     """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C."""
@@ -111,39 +113,95 @@ class Job:
     """Command lines that the user may want to run after this."""
 
 
+def prepare(job: Job, loop: LoopConfig, console: Console) -> Task:
+    """The model in its place, and the problems as token ids.
+
+    Raises:
+        ValueError: for a folder without a model, or problems that do not fit.
+    """
+    transformers.utils.logging.disable_progress_bar()  # the run has a display of its own
+    with console.status("preparing the model ..."):
+        model = job.prepare_model()
+    if not (model / "config.json").is_file():
+        raise ValueError(f"expected a Hugging Face folder with config.json, got {model}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    max_prompt_tokens = job.sampler.max_model_len - loop.max_new_tokens
+    encode = functools.partial(
+        encode_problems, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong="error"
+    )
+    return Task(
+        train=encode(job.train).problems,
+        heldout=encode(job.heldout).problems,
+        rewards=job.rewards,
+        tokenizer=tokenizer,
+    )
+
+
+def identity(job: Job, loop: LoopConfig, task: Task) -> dict[str, JsonValue]:
+    """What must be the same for a run to go on as the same run."""
+    model = Path(job.sampler.model)
+    weights = sorted(model.glob("*.safetensors"))
+    return {
+        "problems": digest(task.train),
+        "held-out problems": digest(task.heldout),
+        "loop.seed": loop.seed,
+        "loop.groups_per_step": loop.groups_per_step,
+        "loop.group_size": loop.group_size,
+        "model": hashlib.blake2b(
+            "".join(f"{path.name} {path.stat().st_size} " for path in weights).encode()
+            + (model / "config.json").read_bytes(),
+            digest_size=8,
+        ).hexdigest(),
+        "trainer ranks": job.num_ranks,
+    }
+
+
+def digest(problems: Sequence[EncodedProblem]) -> str:
+    """A short text that differs for other problems, another order, or another chat template."""
+    text = json.dumps([(p.problem.problem_id, p.prompt_ids) for p in problems])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def scheduler_of(loop: LoopConfig, folder: RunFolder) -> Scheduler:
+    """Where the run stands: at its beginning, or at its checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint does not go together with the settings.
+    """
+    schedule = loop.schedule()
+    checkpoint = folder.store.latest()
+    if checkpoint is None:
+        return Scheduler(schedule)
+    state = cast("dict[str, JsonValue]", read_json(checkpoint.path / "scheduler.json"))
+    return Scheduler.from_state(state, schedule)
+
+
 def conduct(
     job: Job,
     loop: LoopConfig,
     settings: RunSettings,
     folder: RunFolder,
     *,
+    task: Task,
     device: Device,
     console: Console,
 ) -> bool:
     """Run or go on with a job; False if Ctrl-C ended it before its last step."""
     console.print(f"run folder  {folder.path}", highlight=False, markup=False)
-    checkpoint = folder.store.latest()
-    transformers.utils.logging.disable_progress_bar()  # the run has a display of its own
-    with console.status("preparing the model ..."):
-        model = job.prepare_model()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    max_prompt_tokens = job.sampler.max_model_len - loop.max_new_tokens
-    encode = functools.partial(
-        encode_problems, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong="error"
-    )
-    task = Task(
-        train=encode(job.train).problems,
-        heldout=encode(job.heldout).problems,
-        rewards=job.rewards,
-        tokenizer=tokenizer,
-    )
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // job.num_ranks)
-    environment = worker_environment(device, num_threads=threads)
-    with (
-        local_cluster(num_cpus=job.num_ranks + 1, environment=environment) as cluster,
-        tempfile.TemporaryDirectory(prefix="rl-weights-", dir=shared_memory()) as weights,
-    ):
+    environment = {
+        **worker_environment(device, num_threads=threads),
+        # All ranks are on this machine; gloo would else listen on the network card's address.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    weights = Path(tempfile.mkdtemp(prefix="rl-weights-", dir=shared_memory()))
+    with local_cluster(
+        num_cpus=job.num_ranks + 1,
+        environment=environment,
+        keep_logs_in=folder.path / "logs",
+        scratch=weights,
+    ) as cluster:
         conductor = Conductor(
             job=job,
             loop=loop,
@@ -151,10 +209,11 @@ def conduct(
             folder=folder,
             console=console,
             task=task,
-            checkpoint=checkpoint,
+            checkpoint=folder.store.latest(),
+            begin=time.monotonic(),
         )
         try:
-            finished = asyncio.run(conductor.run(cluster, Path(weights)))
+            finished = asyncio.run(conductor.run(cluster, weights))
         except asyncio.CancelledError as error:
             raise KeyboardInterrupt from error
     report(job, folder, console, finished=finished)
@@ -178,11 +237,12 @@ class Conductor:
     console: Console
     task: Task
     checkpoint: Checkpoint | None
+    begin: float
 
     async def run(self, cluster: Cluster, weights: Path) -> bool:
         """Start the actors, run the loop, save the model; False if Ctrl-C came first."""
         with interruptible() as stop:
-            scheduler = self.scheduler()
+            scheduler = scheduler_of(self.loop, self.folder)
             trainer = start_trainer(cluster, self.job, weights)
             sampler = cluster.actor("sampler").start(SamplerActor, self.job.sampler)
             with self.console.status("starting vLLM, Ray and the engine ..."):
@@ -199,18 +259,22 @@ class Conductor:
                 await sampler.call(SamplerActor.close)
             if not scheduler.finished:
                 return False
-            model = self.folder.path / "model"
-            if not model.exists():
-                await trainer.save_pretrained(model)
+            await self.save_model(trainer)
             return True
 
-    def scheduler(self) -> Scheduler:
-        """Where the run stands: at its beginning, or at its checkpoint."""
-        schedule = self.loop.schedule()
-        if self.checkpoint is None:
-            return Scheduler(schedule)
-        state = cast("dict[str, JsonValue]", read_json(self.checkpoint.path / "scheduler.json"))
-        return Scheduler.from_state(state, schedule)
+    async def save_model(self, trainer: Trainer) -> None:
+        """Put the trained model into the run folder, in the place of one from before a resume."""
+        model, new, previous = (
+            (self.folder.path / name).absolute()
+            for name in ("model", "model.new", "model.previous")
+        )
+        for leftover in (new, previous):
+            shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed here
+        await trainer.save_pretrained(new)
+        if model.exists():
+            model.rename(previous)
+        new.rename(model)
+        shutil.rmtree(previous, ignore_errors=True)
 
     async def record_environments(self, trainer: Trainer, sampler: Actor[SamplerActor]) -> None:
         """Write down what each worker process really sees."""
@@ -228,7 +292,7 @@ class Conductor:
         answers = self.folder.path / "completions.json"
         evaluate = functools.partial(self.evaluate, sampler)
         earlier = time_so_far(metrics_path, done)
-        begin = time.monotonic()
+        begin = self.begin
         with (
             open_metrics(metrics_path, done) as writer,
             ProgressDisplay(
@@ -376,6 +440,8 @@ def time_so_far(path: Path, done: int) -> float:
 
 def joined(before: list[CompletionPair], after: list[CompletionPair]) -> list[CompletionPair]:
     """The answers of two times side by side."""
+    if [pair.prompt for pair in before] != [pair.prompt for pair in after]:
+        raise ValueError("expected answers to the same problems before and after")
     return [
         dataclasses.replace(first, after=second.before, reward_after=second.reward_before)
         for first, second in zip(before, after, strict=True)
@@ -431,7 +497,7 @@ def report(job: Job, folder: RunFolder, console: Console, *, finished: bool) -> 
     ]
     pairs = read_completions(folder.path / "completions.json")
     if heldout:
-        learned = f"reward on held-out problems: {heldout[0]:.2f} before, {heldout[-1]:.2f} now"
+        learned = f"reward on held-out problems: {heldout[0]:.3f} before, {heldout[-1]:.3f} now"
     else:
         learned = "no answer to a held-out problem could be scored"
     lines = [
@@ -443,8 +509,8 @@ def report(job: Job, folder: RunFolder, console: Console, *, finished: bool) -> 
         print_completions(pairs, console=console)
         lines += [
             f"model       {folder.path / 'model'}  (a Hugging Face folder)",
-            f"longer      --resume {folder.path} loop.num_steps={records[-1].step * 2}",
-            *(f"try next    {command}" for command in job.try_next),
+            f"longer      {folder.resume_command(f'loop.num_steps={records[-1].step * 2}')}",
+            *(f"try next    ./run {command}" for command in job.try_next),
         ]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -61,8 +61,12 @@ class LoopConfig:
     max_new_tokens: int = attrs.field(validator=attrs.validators.ge(1))
     """Longest completion, in tokens."""
 
-    temperature: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))
-    """Divides the logits, in the sampler and in the trainer alike."""
+    temperature: float = attrs.field(
+        default=1.0, validator=[attrs.validators.ge(0.01), attrs.validators.le(100.0)]
+    )
+    """Divides the logits, in the sampler and in the trainer alike.
+
+    From 0.01, below which vLLM takes 0.01 instead, to 100, where tokens are all but uniform."""
 
     max_tokens_per_micro_batch: int = attrs.field(default=2048, validator=attrs.validators.ge(1))
     """Token budget of one forward pass: bounds memory, changes no result."""
@@ -93,6 +97,18 @@ class LoopConfig:
             raise ValueError(
                 "this loop takes the ratio against the sampler's own logprobs, so a rollout "
                 "correction would always be 1; leave loss.rollout_correction at none"
+            )
+
+    def check_lengths(self, max_model_len: int) -> None:
+        """Refuse a token budget that a single row may exceed.
+
+        Raises:
+            ValueError: with both numbers.
+        """
+        if self.max_tokens_per_micro_batch < max_model_len:
+            raise ValueError(
+                f"loop.max_tokens_per_micro_batch = {self.max_tokens_per_micro_batch} holds no row "
+                f"of {max_model_len} tokens, the longest prompt and completion together; raise it"
             )
 
     def schedule(self) -> SchedulerConfig:

@@ -6,8 +6,10 @@
     sampling   rollout-vllm on the CPU
     wiring     Ray; weights travel through vLLM's own weight-transfer interface
 
-To train with another engine, change the one line that imports from engine_veomni. (engine-fsdp
-trains no experts yet, and says so: give it a dense model.)
+To train with engine-fsdp, change the one line that imports from engine_veomni, and run with
+parallel.extra_parallel_sizes.ep=1: that engine shards experts, but does not deal them out.
+
+`loop.seed` chooses the problems too, since they are made up.
 """
 
 import functools
@@ -74,14 +76,14 @@ def make_job(config: MoeConfig) -> Job:
     problems = sorting_problems(NUM_HELDOUT + NUM_TRAIN, seed=config.loop.seed)
     return Job(
         name="grpo-moe",
-        title="GRPO on sorting digits, a tiny Qwen3-MoE with expert parallelism",
+        title=f"sorting digits, {type(config.loop.loss).kind.upper()} loss, a tiny Qwen3-MoE",
         num_ranks=config.parallel.world_size,
         make_engine=functools.partial(make_engine, config=engine),
         engine_config=engine,
         sampler=VllmConfig(
             model=str(model_folder()),
             dtype="float32",
-            max_model_len=32,
+            max_model_len=16 + config.loop.max_new_tokens,
             max_num_seqs=128,
             kv_cache_gib=0.25,
             cpu_threads=1,
@@ -95,4 +97,4 @@ def make_job(config: MoeConfig) -> Job:
 
 
 if __name__ == "__main__":
-    sys.exit(main(MoeConfig, make_job, description=__doc__))
+    sys.exit(main(MoeConfig, make_job, name="grpo-moe", description=__doc__))

@@ -5,15 +5,17 @@ would run.
 """
 
 import argparse
+import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import attrs
-from conduct import Job, RunSettings, conduct
+from conduct import Job, RunSettings, conduct, identity, prepare, scheduler_of
 from grpo import LoopConfig
 from rich.console import Console
 from run_folder import RunFolder
@@ -60,6 +62,7 @@ def main(
     config_class: type[ConfigT],
     make_job: Callable[[ConfigT], Job],
     *,
+    name: str,
     description: str,
     argv: Sequence[str] | None = None,
 ) -> int:
@@ -74,7 +77,7 @@ def main(
             say = f"{finding.level}: {finding.variable}: {finding.message}; {finding.fix}"
             print(say, file=sys.stderr)
     try:
-        plan = make_plan(config_class, make_job, arguments, machine)
+        plan = make_plan(config_class, make_job, arguments, machine, name=name)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -91,6 +94,8 @@ def make_plan(
     make_job: Callable[[ConfigT], Job],
     arguments: argparse.Namespace,
     machine: Report,
+    *,
+    name: str,
 ) -> Plan:
     """Read the configuration and put the job together; loads and writes nothing.
 
@@ -101,13 +106,18 @@ def make_plan(
     folder = None
     if arguments.resume is not None:
         wanted = Path(arguments.resume) if arguments.resume else None
-        folder = RunFolder.find(wanted, parent=RunSettings().folder)
+        folder = RunFolder.find(wanted, parent=RunSettings().folder, name=name)
+        if any(override.startswith("run.folder=") for override in arguments.overrides):
+            raise ValueError(f"--resume goes on in {folder.path}; leave run.folder out")
     loaded = load_config(
         config_class,
         file=folder.config if folder else arguments.config,
         overrides=arguments.overrides,
     )
     job = make_job(loaded.value)
+    loaded.value.loop.check_lengths(job.sampler.max_model_len)
+    if folder is not None:
+        scheduler_of(loaded.value.loop, folder)
     return Plan(
         job=job,
         loop=loaded.value.loop,
@@ -120,19 +130,32 @@ def make_plan(
 
 def execute(plan: Plan, device: Device) -> int:
     """Run the plan; the exit status."""
-    folder = plan.folder or RunFolder.create(plan.run.folder, plan.job.name)
-    if plan.changed:
-        folder.config.write_text(plan.effective)
-    try:
-        finished = conduct(plan.job, plan.loop, plan.run, folder, device=device, console=Console())
-    except (AsyncPolicyError, RolloutError) as error:
-        print(f"\n{error}\n{folder.how_to_resume()}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        finished = False
-    if not finished:
-        print(f"stopped; {folder.how_to_resume()}")
-    return 0 if finished else 130
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        try:
+            task = prepare(plan.job, plan.loop, console)
+            folder = plan.folder or RunFolder.create(plan.run.folder, plan.job.name)
+            stack.enter_context(folder.held())
+            folder.check_identity(identity(plan.job, plan.loop, task))
+            if plan.changed:
+                folder.write_config(plan.effective)
+        except (ValueError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        try:
+            finished = conduct(
+                plan.job, plan.loop, plan.run, folder, task=task, device=device, console=console
+            )
+        except (AsyncPolicyError, RolloutError, OSError) as error:
+            logs = folder.path / "logs"
+            print(f"\n{error}\nlogs of all processes: {logs}", file=sys.stderr)
+            print(folder.how_to_resume(), file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            finished = False
+        if not finished:
+            print(f"stopped; {folder.how_to_resume()}")
+        return 0 if finished else 130
 
 
 def parse(config_class: type, description: str, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -163,6 +186,9 @@ def parse(config_class: type, description: str, argv: Sequence[str] | None) -> a
         "--max-staleness", metavar="K", help="overlap by up to K steps: loop.max_staleness=K"
     )
     arguments = parser.parse_intermixed_args(argv)
+    says_so_itself = any(o.startswith("loop.max_staleness=") for o in arguments.overrides)
+    if says_so_itself and (arguments.sync or arguments.max_staleness is not None):
+        parser.error("--sync and --max-staleness set loop.max_staleness; give one of them")
     if arguments.sync:
         arguments.overrides.append("loop.max_staleness=0")
     if arguments.max_staleness is not None:
@@ -176,7 +202,11 @@ def derived(job: Job, machine: Report) -> Mapping[str, tuple[object, str]]:
     values: dict[str, tuple[object, str]] = {
         "device": ("cpu", f"what the examples run on; found: {found}"),
         "trainer.ranks": (job.num_ranks, "processes that train"),
+        "command": (" ".join(sys.argv), time.strftime("given %Y-%m-%d %H:%M:%S %z")),
+        "python": (machine.python, "version"),
     }
+    for name, version in machine.versions.items():
+        values[name] = (version, "version")
     for name, value in plain_settings(job.engine_config, "engine."):
         values[name] = (value, type(job.engine_config).__name__)
     for name, argument in job.sampler.effective_engine_args().items():

@@ -29,8 +29,8 @@ from parallel_state.process_group import init_process_group
 from rl_tasks import AdditionConfig, addition_problems, addition_reward
 from rollout_vllm import VllmConfig
 
-MAX_MODEL_LEN = 64
-"""Longest prompt (17 tokens here) and completion together."""
+MAX_PROMPT_LEN = 32
+"""Room for the prompt, in tokens; the problems here have 17."""
 
 
 @attrs.frozen(kw_only=True)
@@ -66,19 +66,21 @@ def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: FsdpCo
 def make_job(config: QuickstartConfig) -> Job:
     """Put the run together; loads nothing."""
     model = config.model_path or default_cache()
+    kind = type(config.loop.loss).kind
+    model_name = model.name if config.model_path else "SmolLM2-135M-Instruct"
     engine = FsdpConfig(
         model_path=str(model), optim=config.optim, temperature=config.loop.temperature
     )
     problems = addition_problems(config.task)
     return Job(
         name="quickstart",
-        title="GRPO on single-digit addition, SmolLM2-135M-Instruct",
+        title=f"{model_name} learns single-digit addition, {kind.upper()} loss",
         num_ranks=engine.parallel.world_size,
         make_engine=functools.partial(make_engine, config=engine),
         engine_config=engine,
         sampler=VllmConfig(
             model=str(model),
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=MAX_PROMPT_LEN + config.loop.max_new_tokens,
             max_num_seqs=64,
             kv_cache_gib=0.5,
             cpu_threads=len(os.sched_getaffinity(0)),
@@ -96,4 +98,4 @@ def make_job(config: QuickstartConfig) -> Job:
 
 
 if __name__ == "__main__":
-    sys.exit(main(QuickstartConfig, make_job, description=__doc__))
+    sys.exit(main(QuickstartConfig, make_job, name="quickstart", description=__doc__))

@@ -4,16 +4,22 @@ runs/NAME-DATE/  effective_config.toml   every value, who set it, which package 
                  environments.json       the variables that each worker process saw
                  metrics.jsonl           one line per optimizer step
                  completions.json        answers before and after
+                     identity.json           data and model, which a resumed run must have too
+                     logs/                   what every process printed
                  checkpoints/            the newest one, complete
                  model/                  the trained model, a Hugging Face folder
                  plot.png, report.html   to look at
 """
 
+import contextlib
+import fcntl
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_policy import CheckpointStore
+from async_policy import CheckpointStore, JsonValue, read_json, write_json
 
 CONFIG_NAME = "effective_config.toml"
 
@@ -49,8 +55,8 @@ class RunFolder:
                 return cls(path=path)
 
     @classmethod
-    def find(cls, wanted: Path | None, *, parent: Path) -> "RunFolder":
-        """An existing run folder: the given one, or the latest below `parent`.
+    def find(cls, wanted: Path | None, *, parent: Path, name: str) -> "RunFolder":
+        """An existing run folder: the given one, or the latest of this job below `parent`.
 
         Raises:
             ValueError: if there is none.
@@ -61,13 +67,62 @@ class RunFolder:
                     f"--resume: expected a run folder, which holds {CONFIG_NAME}; got {wanted}"
                 )
             return cls(path=wanted)
-        found = sorted(parent.glob(f"*/{CONFIG_NAME}"), key=lambda path: path.stat().st_mtime)
+        found = sorted(
+            parent.glob(f"{name}-*/{CONFIG_NAME}"), key=lambda path: path.stat().st_mtime
+        )
         if not found:
-            raise ValueError(f"--resume: expected a run below {parent}/, found none")
+            raise ValueError(f"--resume: expected a run {parent}/{name}-..., found none")
         return cls(path=found[-1].parent)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from running in this folder at the same time.
+
+        Raises:
+            ValueError: if one does.
+        """
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"{self.path}: another process is running in it") from error
+            yield
+
+    def write_config(self, text: str) -> None:
+        """Write the effective configuration; a kill leaves the one before."""
+        unfinished = self.config.with_suffix(".unfinished")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.rename(self.config)
+
+    def check_identity(self, identity: dict[str, JsonValue]) -> None:
+        """Refuse to go on with other data or another model than the run began with.
+
+        Raises:
+            ValueError: naming what differs, with both values.
+        """
+        path = self.path / "identity.json"
+        if not path.exists():
+            write_json(path, identity)
+            return
+        before = read_json(path)
+        assert isinstance(before, dict)  # noqa: S101  # written above
+        differing = [
+            f"{key} was {before.get(key)!r} and is {value!r} now"
+            for key, value in identity.items()
+            if before.get(key) != value
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.path} cannot go on as another run: {'; '.join(differing)}; "
+                "begin a new run, or leave these settings as they were"
+            )
+
+    def resume_command(self, *more: str) -> str:
+        """The command that goes on with this run."""
+        return " ".join(("./run", sys.argv[0], "--resume", str(self.path), *more))
 
     def how_to_resume(self) -> str:
         """One line for the terminal."""
         latest = self.store.latest()
-        state = f"its checkpoint of step {latest.step}" if latest else "step 0: no checkpoint yet"
-        return f"to go on from {state}: --resume {self.path}"
+        state = f"the checkpoint of step {latest.step}" if latest else "step 0: no checkpoint yet"
+        return f"to go on from {state}:  {self.resume_command()}"

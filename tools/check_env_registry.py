@@ -1,20 +1,17 @@
 """Compare device-env's registry with the variables that published wheels really read.
 
-    python tools/check_env_registry.py vllm==0.23.0 vllm-ascend==0.23.0
-    python tools/check_env_registry.py vllm==0.33.0 --write
+    uv run tools/check_env_registry.py vllm==0.23.0 vllm-ascend==0.23.0
+    uv run tools/check_env_registry.py vllm==0.33.0 --write
 
 Each wheel is downloaded into a temporary folder (hundreds of megabytes for vllm), without its
-dependencies and whatever its platform, and only its `envs.py` is read; nothing is installed or
-executed. A path to a wheel stands for a download. With `--write` the names are kept in
+dependencies, and only its `envs.py` is read; nothing is installed or executed. A path to a wheel stands for a download. With `--write` the names are kept in
 `device_env/data/names`, where the package and its tests find them. The exit status is 1 when
 the registry says of a variable what the wheel contradicts.
 """
 
 import argparse
 import json
-import re
 import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -39,13 +36,18 @@ def main() -> int:
     parser.add_argument("wheels", nargs="+", metavar="NAME==VERSION|FILE.whl")
     parser.add_argument("--write", action="store_true", help="keep the names in the package")
     arguments = parser.parse_args()
+    registry = Registry.load()
     wrong = 0
     for wanted in arguments.wheels:
         with tempfile.TemporaryDirectory() as folder:
             wheel = Path(wanted) if wanted.endswith(".whl") else download(wanted, Path(folder))
             distribution, version, names = names_in(wheel)
         contradictions = compare(distribution, version, names)
-        print(f"{distribution} {version}: {len(names)} names, {len(contradictions)} contradictions")
+        beyond = sum(name not in registry for name in names)
+        print(
+            f"{distribution} {version}: {len(names)} names, {beyond} of them not in the registry, "
+            f"{len(contradictions)} contradictions"
+        )
         for text in contradictions:
             print(f"  {text}")
         wrong += len(contradictions)
@@ -56,15 +58,8 @@ def main() -> int:
 
 def download(requirement: str, folder: Path) -> Path:
     """One wheel, without its dependencies."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-    ]
+    pip = ["uv", "tool", "run", "pip"]  # the workspace's environment has none
+    command = [*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     subprocess.run([*command, "--dest", str(folder), requirement], check=True, timeout=1800)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -108,9 +103,7 @@ def write(distribution: str, version: Version, names: frozenset[str]) -> None:
     source = f"keys of {dictionary} in {path} of the wheels {', '.join(versions)}"
     content = {"source": source, "versions": versions, "names": rows}
     file.parent.mkdir(exist_ok=True)
-    file.write_text(
-        re.sub(r"\n +(?=\"[\d.rcpost]+\",?\n)", " ", json.dumps(content, indent=1)) + "\n"
-    )
+    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

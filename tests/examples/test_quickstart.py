@@ -78,11 +78,17 @@ def started(session: int, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def assert_nothing_left(session: int) -> None:
+def assert_nothing_left(session: int, memory: set[str]) -> None:
+    """No process of the run, and no weights in shared memory beyond those that were there."""
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and processes_of(session):
+    while time.monotonic() < deadline and (processes_of(session) or weights_in_memory() - memory):
         time.sleep(0.5)
     assert processes_of(session) == []
+    assert weights_in_memory() - memory == set()
+
+
+def weights_in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("rl-weights-*")}  # noqa: S108  # read only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +110,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "run.checkpoint_every=4",
         "loop.evaluate_every=4",
     )
+    memory = weights_in_memory()
     process = started(1, *settings)
     wait_for_step(process, parent, 6)
     process.kill()
     process.communicate()
-    assert_nothing_left(1)
+    assert_nothing_left(1, memory)
     folder = the_folder(parent)
     killed = read_metrics(folder / "metrics.jsonl")
     resumed = run("--resume", str(folder))
@@ -155,11 +162,14 @@ def test_the_bounds_hold_in_every_step(finished: Finished) -> None:
 @pytest.mark.slow
 def test_the_run_folder_is_complete(finished: Finished) -> None:
     """Configuration, environment, answers, plot, page, checkpoint and model are there."""
-    assert {path.name for path in finished.folder.iterdir()} == {
+    found = {path.name for path in finished.folder.iterdir() if not path.name.startswith(".")}
+    assert found == {
         "checkpoints",
         "completions.json",
         "effective_config.toml",
         "environments.json",
+        "identity.json",
+        "logs",
         "metrics.jsonl",
         "model",
         "plot.png",
@@ -234,6 +244,7 @@ print(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=T
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
     """The first Ctrl-C finishes the step, writes a checkpoint, says how to go on, and cleans up."""
+    memory = weights_in_memory()
     process = started(2, "loop.num_steps=50", f"run.folder={tmp_path}", "--sync")
     wait_for_step(process, tmp_path, 1)
     os.killpg(process.pid, signal.SIGINT)
@@ -242,9 +253,55 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
     assert "Ctrl-C again ends at once" in output
     folder = the_folder(tmp_path)
     (checkpoint,) = (folder / "checkpoints").glob("step-*")
-    assert f"--resume {folder}" in output
+    assert f"./run {QUICKSTART} --resume {folder}" in output
     assert int(checkpoint.name.removeprefix("step-")) == steps_in(folder / "metrics.jsonl")
-    assert_nothing_left(2)
+    assert_nothing_left(2, memory)
+
+
+@pytest.mark.slow
+def test_another_run_cannot_go_on_in_its_place(finished: Finished) -> None:
+    """Other data, fewer steps or another batch are refused, and the folder stays as it is."""
+    before = (finished.folder / "effective_config.toml").read_bytes()
+    for setting, reason in (
+        ("loop.seed=7", "loop.seed was 0 and is 7 now"),
+        ("task.split_seed=5", "held-out problems was"),
+        ("loop.num_steps=3", "raise num_steps to go on"),
+        ("loop.groups_per_step=3", "groups_per_step"),
+        (f"run.folder={finished.folder.parent}", "leave run.folder out"),
+    ):
+        done = run("--resume", str(finished.folder), setting)
+        assert done.returncode == 2, done.stdout
+        assert reason in done.stderr
+    assert (finished.folder / "effective_config.toml").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_going_on_replaces_the_model(finished: Finished) -> None:
+    """One more step changes the model in the run folder, and counts on in the metrics."""
+    weights = finished.folder / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    done = run("--resume", str(finished.folder), f"loop.num_steps={NUM_STEPS + 1}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights.read_bytes() != before
+    steps = [record.step for record in read_metrics(finished.folder / "metrics.jsonl")]
+    assert steps == list(range(NUM_STEPS + 2))
+
+
+def test_what_cannot_fit_is_refused_without_a_run_folder(tmp_path: Path) -> None:
+    """A missing model, a budget below one row, a path that is a file: rc 2 and a sentence."""
+    file = tmp_path / "file"
+    file.touch()
+    for settings, reason in (
+        ([f"model_path={tmp_path / 'nope'}"], "expected a Hugging Face folder with config.json"),
+        (["loop.max_tokens_per_micro_batch=10"], "holds no row of 48 tokens"),
+        ([f"run.folder={file}"], str(file)),
+        (["loop.temperature=inf"], "loop.temperature"),
+    ):
+        done = run(f"run.folder={tmp_path / 'runs'}", *settings)
+        assert done.returncode == 2, done.stdout
+        assert reason in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_wrong_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -258,12 +315,13 @@ def test_wrong_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
         f"run.folder={tmp_path / 'runs'}",
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+    lines = done.stderr.splitlines()
+    assert lines.pop(4).startswith("  loop.loss: expected `kind` to be one of ")
+    assert lines == [
         "5 problems in the configuration:",
         "  temperature: unknown setting; did you mean loop.temperature?  [command line]",
         "  loop.group_sise: unknown setting; did you mean loop.group_size?  [command line]",
         "  loop.num_steps: 'num_steps' must be >= 1: 0  [command line]",
-        ("  loop.loss: expected `kind` to be one of dapo, grpo, gspo; got 'ppo'  [command line]"),
         "  optim.learning_rate: expected float, got 'fast' (str)  [command line]",
     ]
     assert not (tmp_path / "runs").exists()

@@ -5,15 +5,15 @@ In a process of its own, since functions that went through the shape checker can
 
 import subprocess
 import sys
+from typing import get_args
+
+from algos_gspo_dapo_grpo import PolicyLoss
 
 SCRIPT = """
 import torch
-from algos_gspo_dapo_grpo import (
-    BatchCounts, DapoLoss, GrpoLoss, GspoLoss, KlPenalty, Sequences, TokenTruncation, policy_loss,
-)
-from algos_gspo_dapo_grpo import GrpoAdvantages, group_advantages
+from algos_gspo_dapo_grpo import *
 
-def step(policy, proximal, rollout, ref, advantages, mask, cu_seqlens, counts, config):
+def step(policy, proximal, rollout, ref, advantages, mask, selected, cu_seqlens, counts, config):
     return policy_loss(
         policy,
         proximal_logprobs=proximal,
@@ -24,6 +24,7 @@ def step(policy, proximal, rollout, ref, advantages, mask, cu_seqlens, counts, c
         counts=counts,
         rollout_logprobs=rollout,
         ref_logprobs=ref,
+        selected_tokens=selected,
     )
 
 graphs = 0
@@ -33,19 +34,34 @@ def backend(graph, inputs):
     return graph.forward
 
 compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-for config, with_ref in (
-    (GrpoLoss(dual_clip=3.0, kl=KlPenalty(coefficient=0.1),
-              rollout_correction=TokenTruncation()), True),
-    (GspoLoss(clip_low=0.1, clip_high=0.1), False),
-    (DapoLoss(rollout_correction=TokenTruncation()), False),
+for config in (
+    GrpoLoss(dual_clip=3.0, kl=KlPenalty(coefficient=0.1), rollout_correction=TokenTruncation()),
+    GspoLoss(clip_low=0.1, clip_high=0.1),
+    DapoLoss(rollout_correction=TokenTruncation()),
+    GspoTokenLoss(rollout_correction=SequenceTruncation()),
+    CispoLoss(rollout_correction=Bypass()),
+    SapoLoss(kl=KlPenalty(coefficient=0.1, estimator="k3+")),
+    GmpoLoss(rollout_correction=WeightMasking(level="geometric")),
+    DppoTvLoss(),
+    DppoKlLoss(rollout_correction=Bypass()),
+    ClipCovLoss(),
+    KlCovLoss(),
+    GpgLoss(),
+    DecoupledPpoLoss(),
+    ToprLoss(),
 ):
+    with_ref = not isinstance(config, DapoLoss) and config.kl is not None
+    bypass = isinstance(config.rollout_correction, Bypass)
+    selects = isinstance(config, ClipCovLoss | KlCovLoss)
     before = graphs
     for lengths in ((3, 0, 4), (5, 6), (2, 2, 2, 9)):
         n = sum(lengths)
         policy = (0.2 * torch.randn(n)).requires_grad_()
         arguments = (
-            torch.zeros(n), torch.zeros(n), torch.zeros(n) if with_ref else None,
+            None if bypass else torch.zeros(n), torch.zeros(n),
+            torch.zeros(n) if with_ref else None,
             torch.randn(len(lengths)), torch.rand(n) < 0.7,
+            torch.rand(n) < 0.3 if selects else None,
             torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
             BatchCounts(num_tokens=100 + n, num_sequences=10 + len(lengths)), config,
         )
@@ -56,12 +72,13 @@ for config, with_ref in (
         )
     print(type(config).__name__, graphs - before)
 
-rewards, ids = torch.randn(6), torch.tensor([5, 5, 2, 2, 2, 9])
-advantages = torch.compile(group_advantages, fullgraph=True, backend="eager")
-torch.testing.assert_close(
-    advantages(rewards, ids, config=GrpoAdvantages()),
-    group_advantages(rewards, ids, config=GrpoAdvantages()),
-)
+torch.compiler.reset()
+rewards, ids = torch.randn(6).abs(), torch.tensor([5, 5, 2, 2, 2, 9])
+for config in (GrpoAdvantages(), RlooAdvantages(), GpgAdvantages(), MaxRlAdvantages()):
+    advantages = torch.compile(group_advantages, fullgraph=True, backend="eager")
+    torch.testing.assert_close(
+        advantages(rewards, ids, config=config), group_advantages(rewards, ids, config=config)
+    )
 """
 
 
@@ -75,4 +92,5 @@ def test_loss_and_advantages_compile_as_one_graph() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["GrpoLoss", "1", "GspoLoss", "1", "DapoLoss", "1"]
+    graphs_of = dict(line.split() for line in done.stdout.splitlines())
+    assert graphs_of == {member.__name__: "1" for member in get_args(PolicyLoss)}

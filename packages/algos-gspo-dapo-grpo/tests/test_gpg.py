@@ -5,8 +5,10 @@ import torch
 
 from algos_gspo_dapo_grpo import (
     GpgAdvantages,
+    GpgLoss,
     dr_grpo_advantages,
     gpg_advantages,
+    gpg_token_losses,
 )
 
 IDS = torch.tensor([0, 0, 1, 1])
@@ -38,3 +40,15 @@ def test_unscorable_samples_are_not_counted() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, torch.nan])
     advantages = gpg_advantages(rewards, IDS, config=GpgAdvantages())
     assert advantages.tolist() == pytest.approx([0.75, -0.75, 0.0, 0.0])
+
+
+def test_the_loss_is_reinforce() -> None:
+    """Gradient -A on the mask and 0 outside, whatever the proximal policy."""
+    policy = torch.tensor([-1.0, -2.0, torch.nan], requires_grad=True)
+    mask = torch.tensor([True, True, False])
+    advantages = torch.tensor([1.0, -3.0, 9.0])
+    surrogate = gpg_token_losses(policy, torch.zeros(3), advantages, mask, config=GpgLoss())
+    assert surrogate.losses.tolist() == [1.0, -6.0, 0.0]
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), policy)
+    assert gradient.tolist() == [-1.0, 3.0, 0.0]
+    assert surrogate.ratios[2] == 1.0

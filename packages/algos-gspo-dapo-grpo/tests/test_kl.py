@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from algos_gspo_dapo_grpo import KlPenalty, kl_k1, kl_k2, kl_k3, kl_penalty
+from algos_gspo_dapo_grpo import (
+    KlLossEstimator,
+    KlPenalty,
+    kl_abs,
+    kl_estimate,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    kl_penalty,
+)
 
 
 def test_the_three_estimators_by_hand() -> None:
@@ -71,7 +80,7 @@ def test_k1_as_a_loss_is_refused_with_the_reason() -> None:
         assert policy.grad.item() == 1.0
     with pytest.raises(ValueError, match=r"'k1' has no effect as a loss.*use 'k2' or 'k3'"):
         KlPenalty(coefficient=0.1, estimator="k1")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"expected estimator 'k2' or 'k3', got 'k4'"):
+    with pytest.raises(ValueError, match=r"one of 'k2', 'k3', 'abs', 'k1\+', .*; got 'k4'"):
         KlPenalty(coefficient=0.1, estimator="k4")  # type: ignore[arg-type]
 
 
@@ -101,3 +110,36 @@ def test_a_coefficient_of_zero_is_refused() -> None:
     """A KL term that does nothing is written as None."""
     with pytest.raises(ValueError, match=r"'coefficient' must be > 0.0: 0.0"):
         KlPenalty(coefficient=0.0)
+
+
+def test_abs_is_the_distance_of_the_logprobs() -> None:
+    """Policy -1 against -1.5 and -0.5: 0.5 both times, with gradients +1 and -1."""
+    policy = torch.tensor([-1.0, -1.0], requires_grad=True)
+    values = kl_abs(policy, torch.tensor([-1.5, -0.5]))
+    values.sum().backward()
+    assert values.tolist() == [0.5, 0.5]
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+", "abs+"])
+def test_straight_through_has_one_value_and_the_gradient_of_k2(estimator: KlLossEstimator) -> None:
+    """A15: exactly the plain estimator's value, and exactly policy - ref as gradient."""
+    ref = torch.tensor([-1.5, -3.0, -0.2, 1e4])
+    plain = {"k1+": kl_k1, "k3+": kl_k3, "abs+": kl_abs}[estimator]
+    policy = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    config = KlPenalty(coefficient=1.0, estimator=estimator)
+    value = kl_penalty(policy, ref, config=config)
+    value.sum().backward()
+    assert value.equal(plain(policy, ref))
+    assert policy.grad is not None
+    assert policy.grad.equal(policy.detach() - ref)
+
+
+def test_every_estimator_has_a_name() -> None:
+    """The choice by name is the function of that name."""
+    policy, ref = torch.randn(5), torch.randn(5)
+    assert kl_estimate(policy, ref, estimator="k1").equal(kl_k1(policy, ref))
+    assert kl_estimate(policy, ref, estimator="k2").equal(kl_k2(policy, ref))
+    assert kl_estimate(policy, ref, estimator="k3").equal(kl_k3(policy, ref))
+    assert kl_estimate(policy, ref, estimator="abs").equal(kl_abs(policy, ref))

@@ -109,16 +109,22 @@ def test_a_name_that_vllm_does_not_know_is_answered_with_the_nearest() -> None:
     assert found.fix == "did you mean VLLM_PORT?"
 
 
-def test_a_name_beyond_the_registry_is_not_judged() -> None:
-    """Of a vLLM that was not looked at, an unregistered name is a note; its names decide."""
+def test_a_name_beyond_the_registry_is_reported_and_not_judged() -> None:
+    """Of a vLLM that was not looked at, an unregistered name is unknown; its names decide."""
     newer = {"vllm": "0.99.0"}
-    assert only(check_environment({"VLLM_PORT": "1"}, newer)).level == "note"
-    assert check_environment({"VLLM_PORT": "1"}, newer, vllm_names=["VLLM_PORT"]) == []
+    found = only(check_environment({"VLLM_PORT": "1"}, newer))
+    assert (found.level, found.message) == ("note", "not judged: the registry does not know it")
+    found = only(check_environment({"VLLM_PORT": "1"}, newer, vllm_names=["VLLM_PORT"]))
+    assert found.level == "note"
+    assert found.message == (
+        "vllm 0.99.0 reads it; its value is not judged: the registry does not know it"
+    )
 
 
 def test_names_of_versions_looked_at_are_known() -> None:
     """For a vLLM whose wheel was read, any name is judged, also beyond the registry."""
-    assert check_environment({"VLLM_PORT": "1"}, {"vllm": "0.23.0"}) == []
+    read = only(check_environment({"VLLM_PORT": "1"}, {"vllm": "0.23.0"}))
+    assert (read.level, read.message[:20]) == ("note", "vllm 0.23.0 reads it")
     found = only(check_environment({"VLLM_PORTS": "1"}, {"vllm": "0.23.0+cpu"}))
     assert found.message == "vllm 0.23.0+cpu does not read it"
     assert found.fix == "did you mean VLLM_PORT?"
@@ -254,3 +260,48 @@ def test_rocr_and_hip_are_a_note_and_rocr_alone_stops_ray() -> None:
     alone = {"ROCR_VISIBLE_DEVICES": "4,6"}
     found = only(check_environment(alone, {"ray": "2.60.0"}, device_kind="rocm"))
     assert (found.level, found.fix) == ("error", "use HIP_VISIBLE_DEVICES=4,6 instead")
+
+
+def test_hccl_defaults_count_on_an_npu() -> None:
+    """Unset, HCCL_EXEC_TIMEOUT is 1836 s (1091 s under AIV) and torch's default group 1800 s."""
+    facts = RunFacts(process_group_timeout_s=1800)
+    found = only(check_environment({}, ASCEND, device_kind="npu", facts=facts))
+    assert found.message == (
+        "the process group gives up after 1800 s, before HCCL_EXEC_TIMEOUT=1836 s, its default"
+    )
+    aiv = {"HCCL_OP_EXPANSION_MODE": "AIV"}
+    assert check_environment(aiv, ASCEND, device_kind="npu", facts=facts) == []
+    assert check_environment({}, ASCEND, device_kind="cuda", facts=facts) == []
+
+
+def test_two_allocator_variables_that_differ_are_an_error_on_cuda() -> None:
+    """torch's CUDA allocator and vLLM do not take the same one of the two."""
+    environ = {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:100",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:200",
+    }
+    versions = {"torch": "2.13.0"}
+    found = only(check_environment(environ, versions, device_kind="cuda"))
+    assert (found.level, found.variable) == ("error", "PYTORCH_CUDA_ALLOC_CONF")
+    same = dict.fromkeys(environ, "max_split_size_mb:100")
+    assert check_environment(same, versions, device_kind="cuda") == []
+
+
+def test_expandable_segments_and_the_sleep_mode_of_vllm() -> None:
+    """Up to vLLM 0.18 sleep mode asserts against them on a GPU, from 0.23 it copes."""
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    asleep = RunFacts(sleep_mode=True)
+    versions = {"torch": "2.10.0", "vllm": "0.18.0"}
+    found = only(check_environment(environ, versions, device_kind="cuda", facts=asleep))
+    assert found.message == "the sleep mode of vllm 0.18.0 asserts that expandable_segments is off"
+    newer = {**versions, "vllm": "0.23.0"}
+    assert check_environment(environ, newer, device_kind="cuda", facts=asleep) == []
+    awake = RunFacts(sleep_mode=False)
+    assert check_environment(environ, versions, device_kind="cuda", facts=awake) == []
+
+
+def test_nvlink_sharp_needs_cumem() -> None:
+    """NCCL_CUMEM_ENABLE=0 turns NVLS off, whatever NCCL_NVLS_ENABLE says."""
+    found = only(check_environment({"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}, {}))
+    assert found.message == "1 has no effect while NCCL_CUMEM_ENABLE=0"
+    assert check_environment({"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}, {}) == []

@@ -1,14 +1,21 @@
 """The registry as data."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from packaging.version import Version
 
 from device_env import (
     Flag,
     Integer,
+    NamesOf,
     Registry,
     UnknownVariableError,
     explain,
+    known_names,
+    known_versions,
     names_read_by_installed_vllm,
     snapshot,
 )
@@ -42,6 +49,71 @@ def test_registry_agrees_with_the_installed_vllm() -> None:
     assert {name for name in said if name not in unknown and said[name] != true[name]} == set()
     assert version.public != "0.32.0" or unknown == set()
     assert len(judged) == 58
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version"),
+    [
+        (distribution, version)
+        for distribution in ("vllm", "vllm-ascend")
+        for version in known_versions(distribution)
+    ],
+)
+def test_registry_agrees_with_published_wheels(distribution: NamesOf, version: str) -> None:
+    """Of every wheel that tools/check_env_registry.py read, the registry says what it holds."""
+    names = known_names(distribution, version)
+    assert names is not None
+    for variable in REGISTRY:
+        if variable.reader == distribution:
+            true = "read" if variable.name in names else "not read"
+            assert variable.reading(Version(version)) in {"unknown", true}, variable.name
+
+
+def test_enough_wheels_were_read() -> None:
+    """At least four versions of each distribution, the pair 0.23.0 among them."""
+    assert set(known_versions("vllm")) >= {"0.11.0", "0.15.0", "0.18.0", "0.23.0", "0.32.0"}
+    assert set(known_versions("vllm-ascend")) >= {"0.11.0", "0.13.0", "0.18.0", "0.23.0"}
+    assert known_names("vllm", "0.0.1") is None
+
+
+def test_names_of_the_installed_vllm_are_those_of_its_wheel() -> None:
+    """The names that ship with this package are what the installed vllm/envs.py holds."""
+    (provider,) = providers_of("vllm")
+    version = installed_versions()[provider]
+    shipped = known_names("vllm", version)
+    assert shipped is None or shipped == names_read_by_installed_vllm(provider)
+
+
+def test_when_and_by_whom_has_a_source() -> None:
+    """What is said about who sets a variable, and when, comes with where it is from."""
+    for variable in REGISTRY:
+        said = (variable.set_before, variable.set_by, variable.set_source)
+        assert None not in said or set(said) == {None}, variable.name
+    assert REGISTRY.lookup("HCCL_BUFFSIZE").set_before == "the process's first communicator"
+    unknown = [variable.name for variable in REGISTRY if variable.set_before is None]
+    assert len(unknown) == 41
+    assert "the process's first communicator" in explain("HCCL_BUFFSIZE")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core has one thread anyway")
+def test_threads_are_set_before_torch_is_imported() -> None:
+    """OMP_NUM_THREADS counts when it is set before `import torch`, and not after it."""
+    program = "import os; {0}import torch; {1}print(torch.get_num_threads())"
+    line = "os.environ['OMP_NUM_THREADS'] = '1'; "
+
+    def threads(before: str, after: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(before, after)],
+            env={**os.environ, "OMP_NUM_THREADS": "2"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        return done.stdout.strip()
+
+    assert (threads(line, ""), threads("", line)) == ("1", "2")
+    assert REGISTRY.lookup("OMP_NUM_THREADS").set_before == "import torch"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +184,14 @@ def test_explain_says_unknown() -> None:
     assert "vllm up to 0.14.0, since when is unknown" in text
     assert "vllm >= 0.15.0" in text
     assert "attention_backend" in text
+
+
+def test_explain_of_a_name_beyond_the_registry() -> None:
+    """Of a variable that only the wheels are known to read, that much is said and no more."""
+    assert explain("VLLM_PORT") == (
+        "VLLM_PORT\n  read by       vllm 0.11.0, 0.15.0, 0.18.0, 0.23.0, 0.32.0\n"
+        "  all else      unknown"
+    )
 
 
 def test_no_registered_name_is_a_secret() -> None:

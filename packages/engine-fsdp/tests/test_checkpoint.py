@@ -1,12 +1,16 @@
 """Checkpoints: whole or not there, and of this model."""
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
 from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
 
@@ -31,25 +35,63 @@ def test_the_folder_holds_safetensors_alone(save_model: SaveModel, tmp_path: Pat
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint(
-    save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half-way failure: the name stays free, the earlier folder loads, and saving works again."""
+def test_a_save_that_fails_leaves_the_old_checkpoint(save_model: SaveModel, tmp_path: Path) -> None:
+    """A file that the system cuts short: the message names folder, rank and cause, the name stays
+    free, the earlier folder loads, and saving works again (A49).
+    """
     engine = _engine(save_model())
     engine.save_checkpoint(tmp_path / "good")
-    with monkeypatch.context() as patch:
-        patch.setattr(state_dict_saver, "save", _full_disk)
-        with pytest.raises(OSError, match="No space left"):
-            engine.save_checkpoint(tmp_path / "next")
+    with (
+        _largest_file(4096),
+        pytest.raises(OSError, match=r"next: cannot be written, .* save again: rank 0: "),
+    ):
+        engine.save_checkpoint(tmp_path / "next")
     assert not (tmp_path / "next").exists()
     engine.load_checkpoint(tmp_path / "good")
     engine.save_checkpoint(tmp_path / "next")
     engine.load_checkpoint(tmp_path / "next")
 
 
-def _full_disk(_: object, *, storage_writer: HuggingFaceStorageWriter) -> None:
-    Path(storage_writer.path, "half.safetensors").write_text("half")
-    raise OSError(28, "No space left on device")
+@contextmanager
+def _largest_file(num_bytes: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(
+    save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the disk comes out as an OSError with the folder, on every rank."""
+    engine = _engine(save_model())
+    engine.save_checkpoint(tmp_path / "step0")
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(HuggingFaceStorageReader, "read_data", fail)
+    with pytest.raises(
+        OSError,
+        match=r"step0: cannot be read; build a new engine .*: rank 0: OSError: .*Input/output",
+    ):
+        engine.load_checkpoint(tmp_path / "step0")
+
+
+def test_an_interrupt_stays_one(
+    save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while saving is no disk error, which a caller might save again after."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _engine(save_model()).save_checkpoint(tmp_path / "step0")
+    assert not (tmp_path / "step0").exists()
 
 
 def test_another_models_checkpoint_is_refused(save_model: SaveModel, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the configuration refuses, in words, and the schedule it describes."""
 
+import math
 from typing import Any
 
 import attrs
@@ -19,6 +20,15 @@ def _config(**changes: Any) -> FsdpConfig:  # noqa: ANN401
 def test_there_is_no_training_at_temperature_zero(temperature: float) -> None:
     """Logits divided by 0 would be nan; greedy has no policy gradient (A24)."""
     with pytest.raises(ValueError, match=r"'temperature' must be > 0"):
+        _config(temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [math.inf, math.nan])
+def test_temperatures_that_are_no_numbers_are_refused(temperature: float) -> None:
+    """Divided by infinity every logit is 0, and nothing is learnt without a word (A24)."""
+    with pytest.raises(
+        ValueError, match=rf"temperature: expected a finite number, got {temperature}"
+    ):
         _config(temperature=temperature)
 
 

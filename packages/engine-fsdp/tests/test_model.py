@@ -60,6 +60,43 @@ def test_tied_embeddings_stay_one_tensor(save_model: SaveModel) -> None:
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
+def test_a_head_that_differs_from_its_tied_embedding_is_refused(save_model: SaveModel) -> None:
+    """A config that says tied beside two weights would be trained as one and saved as other."""
+    folder = save_model("qwen3")
+    _change_weights(
+        folder,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1e-3}
+        ),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"tie_word_embeddings true, but the head and the embedding of Qwen3ForCausalLM differ"
+        r".* set tie_word_embeddings to false in config\.json .* or take its weight \(lm_head",
+    ):
+        load_model(folder, temperature=1.0)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    untied = load_model(folder, temperature=1.0).model
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+def test_a_head_that_equals_its_tied_embedding_is_one_tensor_with_it(
+    save_model: SaveModel,
+) -> None:
+    """Some folders hold the tied weight twice: it is loaded, and kept, once (A48)."""
+    folder = save_model("qwen3")
+    _change_weights(
+        folder,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
+    packed = load_model(folder, temperature=1.0)
+    assert packed.model.lm_head.weight is packed.model.model.embed_tokens.weight
+    assert "lm_head.weight" not in dict(packed.named_weights())
+
+
 def test_windowed_layers_are_refused(save_model: SaveModel) -> None:
     """A model with sliding-window layers is refused by name, not trained with full attention."""
     folder = save_model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)

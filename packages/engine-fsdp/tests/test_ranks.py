@@ -1,5 +1,6 @@
 """One rank, two shards and two replicas over gloo: the same numbers, and errors on all ranks."""
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -153,11 +154,21 @@ def test_unequal_counts_are_refused_on_all_ranks(worlds: dict[str, World]) -> No
         )
 
 
+def test_a_malformed_batch_on_one_rank_is_refused_on_all(worlds: dict[str, World]) -> None:
+    """Both ranks name the rank, the micro-batch and what is wrong with it (A50's kind)."""
+    first, second = (texts["malformed"] for texts in worlds["shards"].texts)
+    assert first == second
+    assert re.search(
+        r"forward_backward: on rank 1, micro-batch 0 \(trajectories row.*first token of a seq",
+        first,
+    )
+
+
 def test_a_loss_that_is_not_finite_stops_all_ranks(worlds: dict[str, World]) -> None:
-    """The rank that has it names its trajectories, the other that rank; no gradient is left."""
+    """Both ranks name the rank that has it and its trajectories; no gradient is left."""
     first, second = (texts["not finite"] for texts in worlds["shards"].texts)
-    assert "not finite at policy version 0 in rank 1, which names the trajectories" in first
-    assert "not finite at policy version 0 in micro-batch 0 (trajectories row" in second
+    assert first == second
+    assert "at policy version 0 on rank 1, in micro-batch 0 (trajectories row" in first
     for texts in worlds["shards"].texts:
         assert "there is no gradient at policy version 0" in texts["no gradient"]
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -98,6 +99,9 @@ def run(rank: int, world_size: int, replicas: int, model: Path, out: Path) -> No
     uneven = batches if rank == 0 else batches[:-1]
     if world_size > 1:
         texts["uneven"] = message_of(ValueError, lambda: engine.forward_backward(uneven, loss_fn))
+        whole_mask = torch.ones_like(batches[0].loss_mask)
+        bad = [replace(batches[0], loss_mask=whole_mask), *batches[1:]] if rank == 1 else batches
+        texts["malformed"] = message_of(ValueError, lambda: engine.forward_backward(bad, loss_fn))
     texts["not finite"] = message_of(
         FloatingPointError, lambda: engine.forward_backward(batches, not_finite_on_last_rank)
     )

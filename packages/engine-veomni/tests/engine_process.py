@@ -123,7 +123,7 @@ def check_errors(engine: VeomniEngine) -> None:
     batches = batches_of(rank, world_size)
     before = exported(engine)
     text = raised(ValueError, lambda: engine.logprobs(batches[: 2 - rank]))
-    assert "same number of micro-batches on every rank, at least one, got [2, 1]" in text, text
+    assert "same number of micro-batches on every rank, at least one, got 2, 1;" in text, text
     assert "no gradient" in raised(RuntimeError, engine.optim_step)
 
     def poisoned(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
@@ -132,7 +132,14 @@ def check_errors(engine: VeomniEngine) -> None:
         return replace(output, loss=output.loss * (float("nan") if bad else 1.0))
 
     text = raised(FloatingPointError, lambda: engine.forward_backward(batches, poisoned))
-    assert "rank 1, in a micro-batch with the trajectories row-3, row-4;" in text, text
+    assert "rank 1, in micro-batch 0 (trajectories row-3, row-4): nan;" in text, text
+
+    def detached_on_rank_1(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
+        return loss_fn(policy_logprobs.detach() if rank == 1 else policy_logprobs, batch)
+
+    text = raised(ValueError, lambda: engine.forward_backward(batches, detached_on_rank_1))
+    assert "on rank 1, the loss of micro-batch 0 (trajectories row-3, row-4) carries no" in text
+    assert "no gradient" in raised(RuntimeError, engine.optim_step)
 
     def interrupted(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
         raise KeyError(f"no reward for {policy_logprobs.shape} {batch.trajectory_ids}")
@@ -150,6 +157,28 @@ def check_errors(engine: VeomniEngine) -> None:
     assert "no gradient" in raised(RuntimeError, engine.optim_step)
     assert engine.policy_version == 0
     assert_bit_equal(exported(engine), before)
+
+
+def check_malformed(engine: VeomniEngine) -> None:
+    """A malformed micro-batch on rank 1 is refused on both ranks, with the rank and the reason."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = batches_of(rank, world_size)
+    good = batches[0]
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"loss_mask": torch.ones_like(good.loss_mask)}, "True on the first token of a sequence"),
+        ({"positions": torch.zeros_like(good.positions)}, "positions that count from 0 in each"),
+        ({"token_ids": good.token_ids + VOCAB_SIZE}, f"token ids from 0 to {VOCAB_SIZE - 1}, got "),
+        ({"cu_seqlens": good.cu_seqlens + 1}, "expected cu_seqlens to rise from 0 to its"),
+    )
+    for change, reason in changes:
+        bad = [replace(good, **change), *batches[1:]] if rank == 1 else batches
+        for method, call in (
+            ("logprobs", functools.partial(engine.logprobs, bad)),
+            ("forward_backward", functools.partial(engine.forward_backward, bad, loss_fn)),
+        ):
+            text = raised(ValueError, call)
+            assert f"{method}: on rank 1, micro-batch 0 (trajectories row-3, row-4): " in text, text
+            assert reason in text, text
 
 
 def check_guards(spread: VeomniEngine) -> None:
@@ -227,6 +256,7 @@ def two_ranks(folder: Path) -> None:
     assert (sharding.num_experts, sharding.num_local_experts, sharding.ep_size) == (8, 8, 1)
 
     check_guards(spread)
+    check_malformed(spread)
     check_errors(spread)
     check_against_reference(spread, folder)
     check_against_reference(whole, folder)

@@ -1,5 +1,6 @@
 """What `VeomniConfig` refuses."""
 
+import math
 from typing import Any, Literal
 
 import attrs
@@ -47,3 +48,12 @@ def test_temperature_of_zero_is_refused() -> None:
     """There is no greedy training."""
     with pytest.raises(ValueError, match="'temperature' must be > 0"):
         attrs.evolve(CONFIG, temperature=0.0)
+
+
+@pytest.mark.parametrize("temperature", [math.inf, math.nan])
+def test_temperatures_that_are_no_numbers_are_refused(temperature: float) -> None:
+    """Divided by infinity every logit is 0, and nothing is learnt without a word (A24)."""
+    with pytest.raises(
+        ValueError, match=rf"temperature: expected a finite number, got {temperature}"
+    ):
+        attrs.evolve(CONFIG, temperature=temperature)

@@ -27,7 +27,7 @@ def two_ranks(run_ranks: RunRanks) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def four_ranks(run_ranks: RunRanks) -> list[dict[str, Any]]:
-    return run_ranks("collectives", 4, ["replicated_norm", "hybrid_norm"])
+    return run_ranks("collectives", 4, ["replicated_norm", "hybrid_norm", "mixed_norm", "splits"])
 
 
 def test_sums_are_new_and_exact(two_ranks: list[dict[str, Any]]) -> None:
@@ -55,6 +55,15 @@ def test_token_mean_over_uneven_ranks(two_ranks: list[dict[str, Any]]) -> None:
     assert [result["uneven_loss"] for result in two_ranks] == [2.5, 2.5]
 
 
+def test_the_gradient_does_not_depend_on_the_split(four_ranks: list[dict[str, Any]]) -> None:
+    """The mean of 1 to 24 is 12.5, however it is cut.
+
+    Over data-parallel ranks, replicas, sequence-parallel ranks and micro-batches (A06, A07, A08).
+    """
+    for result in four_ranks:
+        assert result["splits"] == pytest.approx([12.5] * 18, rel=1e-6)
+
+
 def test_no_token_at_all_gives_a_zero_gradient(two_ranks: list[dict[str, Any]]) -> None:
     """Nothing to learn from is 0, not NaN, and every rank still takes part (A11)."""
     assert [result["nothing_to_learn"] for result in two_ranks] == [0.0, 0.0]
@@ -77,6 +86,13 @@ def test_replicas_count_once_in_the_norm(four_ranks: list[dict[str, Any]]) -> No
 def test_shards_of_replicas_count_once(four_ranks: list[dict[str, Any]]) -> None:
     """(1, 2 | 2, 4) on two replicas: the root of 1 + 4 + 4 + 16."""
     assert [result["hybrid_norm"] for result in four_ranks] == [5.0] * 4
+
+
+def test_replicas_experts_and_dense_parameters_in_one_norm(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    """Expert norms 3 and 4 and dense 12, all of it twice: 13 (A38)."""
+    assert [result["mixed_norm"] for result in four_ranks] == [13.0] * 4
 
 
 def test_experts_and_dense_parameters_in_one_norm(two_ranks: list[dict[str, Any]]) -> None:

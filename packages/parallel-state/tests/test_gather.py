@@ -22,7 +22,7 @@ def two_ranks(run_ranks: RunRanks) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def four_ranks(run_ranks: RunRanks) -> list[dict[str, Any]]:
-    return run_ranks("gather", 4, ["two_axes", "experts", "shards"])
+    return run_ranks("gather", 4, ["two_axes", "experts", "experts_of_replicas", "shards"])
 
 
 def test_shards_come_back_bit_equal(
@@ -65,9 +65,13 @@ def test_two_mesh_axes(four_ranks: list[dict[str, Any]]) -> None:
 def test_slices_over_experts(
     two_ranks: list[dict[str, Any]], four_ranks: list[dict[str, Any]]
 ) -> None:
-    """5 experts as 2 and 3, sharded over ep_fsdp besides or not, and all of them on one rank."""
+    """5 experts as 2 and 3, sharded over ep_fsdp besides or not, and all of them on one rank.
+
+    Two replicas of them are gathered as one.
+    """
     assert [result["experts"] for result in two_ranks] == [[True] * 6] * 2
     assert [result["experts"] for result in four_ranks] == [[True] * 6] * 4
+    assert [result["experts_of_replicas"] for result in four_ranks] == [True] * 4
 
 
 @pytest.mark.parametrize("what", ["streamed", "streamed experts"])

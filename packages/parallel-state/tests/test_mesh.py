@@ -76,33 +76,48 @@ def test_replicas_get_two_dimensional_meshes(run_ranks: RunRanks) -> None:
     assert results[3]["ep_fsdp"] == [["dp_replicate", "ep_fsdp"], [[1], [3]]]
 
 
+def _partitions(results: list[dict[str, Any]], name: str) -> dict[str, list[list[int]]]:
+    """The groups that the ranks saw on every axis, in which every rank is in its own."""
+    found: dict[str, list[list[int]]] = {}
+    for rank, result in enumerate(results):
+        for axis, group in result[name]["groups"].items():
+            assert rank in group
+            if group not in found.setdefault(axis, []):
+                found[axis].append(group)
+    return found
+
+
 @pytest.mark.slow
 def test_eight_ranks(run_ranks: RunRanks) -> None:
-    """Rank 5 of 8 sits where a drawing by hand puts it, with Ulysses, stages and two extra axes."""
-    rank_5 = run_ranks("meshes", 8, ["two_extra_axes", "every_dense_axis"])[5]
-    assert rank_5["two_extra_axes"]["groups"] == {
-        "pipeline": [5],
-        "dp_replicate": [5],
-        "dp_shard": [1, 3, 5, 7],
-        "ulysses": [4, 5],
-        "tensor": [5],
-        "fsdp": [0, 1, 2, 3, 4, 5, 6, 7],
-        "data": [0, 1, 2, 3, 4, 5, 6, 7],
-        "ep": [4, 5, 6, 7],
-        "ep_fsdp": [1, 5],
-        "emb": [4, 5],
-        "emb_fsdp": [1, 3, 5, 7],
+    """Every group of 8 ranks is that of a drawing by hand: Ulysses, stages, two extra axes."""
+    results = run_ranks("meshes", 8, ["two_extra_axes", "every_dense_axis"])
+    alone = [[rank] for rank in range(8)]
+    everyone = [[0, 1, 2, 3, 4, 5, 6, 7]]
+    pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert _partitions(results, "two_extra_axes") == {
+        "pipeline": alone,
+        "dp_replicate": alone,
+        "dp_shard": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "ulysses": pairs,
+        "tensor": alone,
+        "fsdp": everyone,
+        "data": everyone,
+        "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "ep_fsdp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "emb": pairs,
+        "emb_fsdp": [[0, 2, 4, 6], [1, 3, 5, 7]],
     }
-    assert rank_5["every_dense_axis"]["groups"] == {
-        "pipeline": [1, 5],
-        "dp_replicate": [5],
-        "dp_shard": [5, 7],
-        "ulysses": [5],
-        "tensor": [4, 5],
-        "fsdp": [5, 7],
-        "data": [5, 7],
-        "ep": [5],
-        "ep_fsdp": [5, 7],
+    every_second = [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert _partitions(results, "every_dense_axis") == {
+        "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "dp_replicate": alone,
+        "dp_shard": every_second,
+        "ulysses": alone,
+        "tensor": pairs,
+        "fsdp": every_second,
+        "data": every_second,
+        "ep": alone,
+        "ep_fsdp": every_second,
     }
 
 

@@ -17,7 +17,7 @@ def test_the_picture_of_eight_ranks() -> None:
         dp_size=8, dp_replicate_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=2)
     )
     title, _, drawing = layout_picture(state).partition("\n\n")
-    assert title == f"8 ranks: {state!r}"
+    assert title == "8 ranks = dp_replicate 2 x dp_shard 4; fsdp 4 = ep_fsdp 2 x ep 2"
     assert drawing == dedent("""\
         rank  dp_replicate  dp_shard  fsdp  data  ep  ep_fsdp
            0             0         0     0     0   0        0
@@ -30,25 +30,34 @@ def test_the_picture_of_eight_ranks() -> None:
            7             1         3     3     7   1        1
 
         groups
-          dp_replicate  0,4  1,5  2,6  3,7
-          dp_shard      0-3  4-7
-          fsdp          0-3  4-7
-          data          0-7
-          ep            0,1  2,3  4,5  6,7
-          ep_fsdp       0,2  1,3  4,6  5,7
+          dp_replicate  4 of 2  0,4  1,5  2,6  3,7
+          dp_shard      2 of 4  0-3  4-7
+          fsdp          2 of 4  0-3  4-7
+          data          1 of 8  0-7
+          ep            4 of 2  0,1  2,3  4,5  6,7
+          ep_fsdp       4 of 2  0,2  1,3  4,6  5,7
         """)
 
 
 def test_steps_between_ranks_show() -> None:
     """With two tensor ranks a group takes every second rank; pairs are written out."""
     picture = layout_picture(ParallelState(dp_size=3, tensor_size=2))
-    assert "  dp_shard  0-4:2  1-5:2\n" in picture
-    assert "  tensor    0,1  2,3  4,5\n" in picture
+    assert "  dp_shard  2 of 3  0-4:2  1-5:2\n" in picture
+    assert "  tensor    3 of 2  0,1  2,3  4,5\n" in picture
+
+
+def test_many_groups_take_several_lines() -> None:
+    """64 ranks in 32 pairs fill two lines, the second under the first group."""
+    picture = layout_picture(ParallelState(dp_size=64, dp_replicate_size=2))
+    assert max(len(line) for line in picture.splitlines()) <= 100
+    first, second = [line for line in picture.splitlines() if "," in line][:2]
+    assert first.startswith("  dp_replicate  32 of 2  0,32  1,33  ")
+    assert second.index(second.strip()) == first.index("0,32")
 
 
 def test_one_rank_has_no_groups() -> None:
     """A world of one has nothing to draw."""
-    assert layout_picture(ParallelState()).endswith("every rank is alone on every axis\n")
+    assert layout_picture(ParallelState()) == "1 ranks = 1\nevery rank is alone on every axis\n"
 
 
 def test_the_command_prints_the_picture() -> None:

@@ -191,7 +191,7 @@ def test_choices_are_listed() -> None:
 def test_a_setting_of_the_other_kind_is_refused() -> None:
     """A union member does not take its sibling's settings."""
     assert problems("group_size=2", "optim.lr=1", "loss.kind=plain", "loss.clip_low=0.1") == [
-        "loss.clip_low: unknown setting; there are none here  [command line]"
+        "loss.clip_low: unknown setting of kind=plain; there are none here  [command line]"
     ]
 
 
@@ -226,6 +226,22 @@ def test_help_shows_the_defaults_of_the_outer_class() -> None:
     text = settings_help(Outer)
     assert "  run.group_size  (int; 8)" in text
     assert "  run.loss.clip_low  (float; 0.5, with kind=clip)" in text
+
+
+def test_choosing_another_kind_forgets_the_files_settings(tmp_path: Path) -> None:
+    """An override of a kind begins that table afresh; the file's settings were the other kind's."""
+    file = tmp_path / "run.toml"
+    file.write_text(effective_toml(load_config(Run, overrides=["group_size=2", "optim.lr=1"])))
+    loaded = load_config(Run, file=file, overrides=["loss.kind=plain"])
+    assert loaded.value.loss == Plain()
+    assert str(loaded.origin("loss.kind")) == "command line"
+
+
+def test_an_override_is_one_value() -> None:
+    """Text with lines of its own is a string, not a value and something that is dropped."""
+    assert problems("group_size=3\nfoo = 4", "optim.lr=1") == [
+        "group_size: expected int, got '3\\nfoo = 4' (str)  [command line]"
+    ]
 
 
 def test_broken_overrides_and_files_are_named(tmp_path: Path) -> None:
@@ -282,4 +298,5 @@ def test_help_shows_every_setting() -> None:
     text = settings_help(Run)
     assert "  optim.lr  (float; required)\n      Learning rate, per step." in text
     assert '  dtype  (float32 | bfloat16; "float32")' in text
+    assert '  loss.kind  (clip | plain; "clip")' in text
     assert "  loss.clip_low  (float; 0.2, with kind=clip)" in text

@@ -1,5 +1,7 @@
 """The optimizer's settings."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -23,7 +25,10 @@ def test_warmup_by_hand() -> None:
         ({"betas": (0.9, 1.0)}, r"betas: expected two numbers.*below 1, got \(0\.9, 1\.0\)"),
         ({"eps": 0.0}, r"'eps' must be > 0"),
         ({"weight_decay": -0.1}, r"'weight_decay' must be >= 0"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm: expected a number above 0, or None.*got 0\.0"),
+        (
+            {"max_grad_norm": 0.0},
+            r"max_grad_norm: expected a finite number above 0, or None.*got 0\.0",
+        ),
         ({"warmup_steps": -1}, r"'warmup_steps' must be >= 0"),
     ],
 )
@@ -31,6 +36,42 @@ def test_settings_out_of_range(changes: dict[str, Any], text: str) -> None:
     """Each bound is checked at construction."""
     with pytest.raises(ValueError, match=text):
         attrs.evolve(OptimConfig(learning_rate=0.1), **changes)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "eps", "weight_decay", "max_grad_norm", "betas.0", "betas.1"]
+)
+def test_numbers_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    """Infinity and nan would pass a bound, and turn steps, decay or clipping off (A24)."""
+    field, _, place = name.partition(".")
+    setting = (value, 0.5) if place == "0" else (0.5, value) if place else value
+    text = "two numbers of at least 0 and below 1" if place else "a finite number"
+    changes: dict[str, Any] = {field: setting}
+    with pytest.raises(ValueError, match=rf"^{field}: expected {text}.*, got .*{value}"):
+        attrs.evolve(OptimConfig(learning_rate=0.1), **changes)
+
+
+def test_every_float_is_among_them() -> None:
+    """A float that is added to the settings belongs into the test above."""
+    floats = {field.name for field in attrs.fields(OptimConfig) if "float" in str(field.type)}
+    assert floats == {"learning_rate", "eps", "weight_decay", "max_grad_norm", "betas"}
+
+
+def test_infinity_in_a_file_is_named(tmp_path: Path) -> None:
+    """TOML can write it; the error leads to the setting and the file."""
+    file = tmp_path / "optim.toml"
+    file.write_text("learning_rate = inf\n")
+    with pytest.raises(
+        ConfigError, match=r"learning_rate: expected a finite number, got inf  \[file .*optim\.toml"
+    ):
+        load_config(OptimConfig, file=file)
+
+
+def test_an_integer_above_all_floats_is_named() -> None:
+    """It is a problem of the setting, like infinity, and no OverflowError."""
+    with pytest.raises(ConfigError, match=r"learning_rate: expected float, got 1000*0 \(int\), ab"):
+        load_config(OptimConfig, overrides=[f"learning_rate=1{'0' * 400}"])
 
 
 def test_it_is_read_from_overrides() -> None:

@@ -1,5 +1,8 @@
 """The nouns check, where data is made, that their parts belong together."""
 
+import math
+from typing import Any
+
 import pytest
 
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
@@ -61,3 +64,12 @@ def test_sampling_params_have_bounds() -> None:
     for wrong in ({"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_new_tokens": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SamplingParams(**{"max_new_tokens": 1, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_sampling_params_are_finite(name: str, value: float) -> None:
+    """An infinite temperature would draw every token alike, without a word (A24)."""
+    changes: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=rf"{name}: expected a finite number, got {value}"):
+        SamplingParams(max_new_tokens=1, **changes)

@@ -16,8 +16,13 @@ from rl_contracts.testing import (
     SamplerUnderTest,
     ToyEngine,
     ToySampler,
+    toy_engine,
 )
-from rl_contracts.testing.engine_contract import EngineCheck
+from rl_contracts.testing.engine_contract import (
+    EngineCheck,
+    check_detached_loss_is_refused,
+    check_malformed_batches_are_refused,
+)
 from rl_contracts.testing.sampler_contract import SamplerCheck
 from rl_contracts.testing.toy_engine import WEIGHT_NAME, toy_weights
 from rl_contracts.train import BatchT, LossFn, LossOutput, NamedTensor
@@ -81,6 +86,26 @@ class AveragingEngine:
             return LossOutput(loss=output.loss / len(micro_batches), metrics=output.metrics)
 
         return self._toy.forward_backward(micro_batches, averaged)
+
+
+@pytest.mark.parametrize(
+    ("guard", "check", "text"),
+    [
+        (
+            "refuse_malformed",
+            check_malformed_batches_are_refused,
+            "ValueError for a loss mask that is True on a first token, nothing was raised",
+        ),
+        ("total_of", check_detached_loss_is_refused, "a detached loss, nothing was raised"),
+    ],
+)
+def test_an_engine_that_trusts_its_input_fails(
+    monkeypatch: pytest.MonkeyPatch, guard: str, check: EngineCheck, text: str
+) -> None:
+    """The toy engine without one of its guards trains on what the check hands it."""
+    monkeypatch.setattr(toy_engine, guard, lambda *_, **__: {})
+    with pytest.raises(AssertionError, match=text):
+        check(EngineUnderTest(make=lambda: ToyEngine(vocab_size=VOCAB), vocab_size=VOCAB))
 
 
 def test_the_engine_checks_can_fail() -> None:

@@ -124,6 +124,10 @@ def test_a_file_cut_anywhere_is_readable_and_resumable(
     path.write_bytes(content)
     whole = content.count(b"\n")
     assert steps_in(path) == list(range(1, whole + 1))
+    if whole == 0:
+        with pytest.raises(ValueError, match="expected the record of step 1"):
+            MetricsWriter.resume(path, last_step=1)
+        return
     with MetricsWriter.resume(path, last_step=whole) as writer:
         writer.write(whole + 1, {REWARD: 0.0})
     assert steps_in(path) == list(range(1, whole + 2))
@@ -148,10 +152,20 @@ def test_steps_must_rise(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="steps must rise, got step 2 after step 2"):
             writer.write(2, {})
     with (
-        MetricsWriter.resume(path, last_step=9) as writer,
+        MetricsWriter.resume(path, last_step=2) as writer,
         pytest.raises(ValueError, match="got step 1 after step 2"),
     ):
         writer.write(1, {})
+
+
+def test_lost_records_are_noticed(tmp_path: Path) -> None:
+    """A file that ends before the checkpoint's step is refused, and left as it is."""
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"expected the record of step 5.*, got step 2"):
+        MetricsWriter.resume(path, last_step=5)
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_leaves_whole_records_only(tmp_path: Path) -> None:

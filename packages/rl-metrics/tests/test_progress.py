@@ -94,7 +94,8 @@ def test_a_terminal_gets_rows_that_stay_and_a_display_that_moves() -> None:
         display.update(3, VALUES)
     lines = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", file.getvalue()).splitlines()
     header = next(line for line in lines if "tokens/s" in line)
-    assert header.split() == [
+    # the frame of an earlier refresh may end in the same line
+    assert header.split("╯")[-1].split() == [
         "step",
         "reward",
         "held",

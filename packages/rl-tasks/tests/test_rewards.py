@@ -35,21 +35,116 @@ def value(
         ("12.0", "12", 1.0),
         ("it is 12, not 13", "12", 0.0),
         ("1,234", "1234", 1.0),
-        ("12,34", "34", 1.0),
         ("-4", "-4", 1.0),
         ("\u22124", "-4", 1.0),
         ("7-4", "4", 1.0),
         ("(3)-4", "4", 1.0),
         ("= .5", "0.5", 1.0),
         ("so...5", "5", 1.0),
-        ("1e5", "5", 0.0),
-        ("version 1.2.3", "3", 0.0),
         (r"\boxed{12}", "12", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\left(12\right)", "12", 1.0),
+        ("**12**", "12", 1.0),
+        ("= 12**", "12", 1.0),
+        ("_12_", "12", 1.0),
+        ("$12$", "12", 1.0),
+        (r"\(12\)", "12", 1.0),
+        ("$12", "12", 1.0),
+        ("12%", "12", 1.0),
+        (r"12^\circ", "12", 1.0),
+        (r"12\text{ cm}", "12", 1.0),
+        ("12 cm", "12", 1.0),
+        ("<answer>12</answer>", "12", 1.0),
+        ("Step 3: 12", "12", 1.0),
+        ("1/3 of 36 is 12", "12", 1.0),
+        (r"\frac{36}{3} = 12", "12", 1.0),
+        ("f(x) is 3 (or 12)", "12", 1.0),
+        ("Of 3, 4 and 12", "12", 1.0),
+        ("\u7b54\u6848\u662f12", "12", 1.0),
     ],
 )
 def test_the_last_number_counts(text: str, ground_truth: str, expected: float) -> None:
     """Numbers are read as people write them and compared as numbers."""
     assert value(LastNumber(), text, ground_truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (r"\boxed{\frac{1}{3}}", "3"),
+        (r"\frac{1}{3}", "3"),
+        (r"\frac {1} {3}", "3"),
+        (r"\frac13", "13"),
+        (r"\frac 1 3", "3"),
+        (r"\frac1{3}", "3"),
+        (r"\frac{1}3", "3"),
+        (r"\frac{1}{3", "3"),
+        (r"\frac{3}{x}", "3"),
+        ("frac{1}{3}", "3"),
+        ("1/3", "3"),
+        ("1 / 3", "3"),
+        ("1/" + " " * 1000 + "3", "3"),
+        ("1/(3)", "3"),
+        ("$1$/$3$", "3"),
+        ("3/x", "3"),
+        (r"1 \over 3", "3"),
+        ("2^3", "3"),
+        ("2^{3}", "3"),
+        ("2^{n+3}", "3"),
+        ("2^(3)", "3"),
+        ("2**3", "3"),
+        ("2 ** 3", "3"),
+        ("2**n", "2"),
+        ("2\u00b3", "2"),
+        ("1e3", "1"),
+        ("1e3", "3"),
+        ("1e-3", "3"),
+        ("1e-3", "-3"),
+        ("1e5", "5"),
+        ("10^{-3}", "-3"),
+        ("10^-3", "-3"),
+        ("3:45", "45"),
+        ("3 : 45", "45"),
+        ("1,23", "23"),
+        ("12,34", "34"),
+        ("0,123", "123"),
+        ("1,234,56", "56"),
+        (r"1{,}234", "234"),
+        (r"1\,234", "234"),
+        ("sqrt(2)", "2"),
+        (r"\sqrt{2}", "2"),
+        (r"\sqrt[3]{8}", "8"),
+        (r"2\pi", "2"),
+        (r"2 \sqrt{x}", "2"),
+        ("2x", "2"),
+        ("x2", "2"),
+        ("x_2", "2"),
+        ("x_{2}", "2"),
+        ("12k", "12"),
+        ("12\u4e07", "12"),
+        ("2\u00bd", "2"),
+        ("-(3)", "3"),
+        ("-$3", "3"),
+        ("x = - 3", "3"),
+        ("is \u20133", "3"),
+        ("version 1.2.3", "3"),
+    ],
+)
+def test_a_part_of_another_number_is_no_answer(text: str, part: str) -> None:
+    """A fraction, a power, a time or the like is not its last digits, boxed or not."""
+    refused = RewardResult(value=0.0, reason="not_a_plain_number")
+    assert LastNumber()(text, ground_truth=part, finish_reason="stop") == refused
+    boxed = LastBox(inner=LastNumber())(
+        rf"\boxed{{{text}}}", ground_truth=part, finish_reason="stop"
+    )
+    assert boxed.value == 0.0
+
+
+@pytest.mark.parametrize("piece", ["(", "{", "\\frac{", "1,", "**", " ", "1/", "x_{2}", "1"])
+def test_a_long_text_is_graded_in_one_pass(piece: str) -> None:
+    """A hundred thousand brackets, commas or digits are graded, not searched for minutes."""
+    result = LastNumber()(piece * 100_000, ground_truth="12", finish_reason="stop")
+    assert result.value == 0.0
 
 
 @pytest.mark.parametrize("sign", ["", "-"])

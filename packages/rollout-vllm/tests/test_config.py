@@ -9,7 +9,7 @@ import pytest
 
 from rl_contracts.config import load_config
 from rollout_vllm import VllmConfig
-from rollout_vllm.arguments import _NOT_UPDATABLE, _OWNED, known_arguments
+from rollout_vllm.arguments import _NOT_UPDATABLE, _OWNED, _REFUSED, known_arguments
 from rollout_vllm.versions import ARGUMENT_NAMES, argument_names
 
 
@@ -67,6 +67,25 @@ def test_effective_arguments_name_their_origin() -> None:
         ({"max_num_seq": 4}, r"nearest: 'max_num_seqs' \(use VllmConfig.max_num_seqs\)"),
         ({"disable_log_requests": True}, r"'disable_log_requests' is not an argument of the inst"),
         ({"enable_lora": True}, r"'enable_lora' is not supported yet: weight updates have not"),
+        (
+            {"max_lora_rank": 8},
+            r"'max_lora_rank' cannot be given here: .*: enable_lora is not supported yet",
+        ),
+        ({"enable_dbo": True}, r"'enable_dbo' cannot be given here: it has no effect: .*one dev"),
+        ({"all2all_backend": "naive"}, r"'all2all_backend' cannot be .*no effect: .* one device"),
+        ({"data_parallel_backend": "ray"}, r"'data_parallel_backend' cannot .* one device"),
+        ({"decode_context_parallel_size": 2}, r"'decode_context_parallel_size' .* one device"),
+        (
+            {"compilation_config": {"level": 3}},
+            r"'compilation_config' .* VllmConfig.enforce_eager leaves no graph to compile",
+        ),
+        ({"hf_overrides": {"rope_theta": 1e6}}, r"'hf_overrides' .* another model than the one t"),
+        ({"logits_processors": ["m.P"]}, r"'logits_processors' .* from another distribution"),
+        ({"generation_config": "vllm"}, r"'generation_config' .* use SamplingParams.stop_token_i"),
+        (
+            {"kv_cache_dtype_skip_layers": ["0"]},
+            r"'kv_cache_dtype_skip_layers' is \['0'\] \(list\), which cannot be read back",
+        ),
         ({"seed": 1, "dtype": "auto"}, r"'seed' cannot .*; 'dtype' cannot"),
     ],
 )
@@ -119,6 +138,8 @@ def test_table_of_names_fits_the_installed_vllm() -> None:
     assert set(ARGUMENT_NAMES["0.32"].values()) <= known
     assert set(_OWNED) <= known
     assert known >= _NOT_UPDATABLE
+    assert set(_REFUSED) <= known
+    assert not set(_REFUSED) & (set(_OWNED) | _NOT_UPDATABLE)
     fields = {field.name for field in attrs.fields(VllmConfig)}
     assert set(ARGUMENT_NAMES["0.32"]) <= fields
     assert {field for field in fields if field in known} <= set(ARGUMENT_NAMES["0.32"])

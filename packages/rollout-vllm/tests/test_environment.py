@@ -88,3 +88,24 @@ def test_engine_with_other_settings_is_refused() -> None:
         match=r"configured: async_scheduling = True \(VllmConfig.engine_args\), .* reports False$",
     ):
         check_settings(asked, reported)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_lora_rank", 8), ("compilation_config", {"level": 0})]
+)
+def test_setting_that_the_engine_does_not_report_is_refused(name: str, value: object) -> None:
+    """What is absent from the report, or no plain value, does not pass for verified."""
+    asked = {
+        name: EffectiveArgument(value=value, origin="VllmConfig.engine_args"),
+        "seed": EffectiveArgument(value=0, origin="VllmConfig.seed"),
+    }
+    with pytest.raises(
+        StartError, match=rf"configured: {name} = .* \(VllmConfig.engine_args\) cannot be verified"
+    ):
+        check_settings(asked, {"model": {"seed": 0}})
+
+
+def test_setting_of_the_callers_process_need_not_be_reported() -> None:
+    """The exceptions are by name: the engine's process never holds them."""
+    asked = {"disable_log_stats": EffectiveArgument(value=True, origin="fixed")}
+    check_settings(asked, {"model": {}})

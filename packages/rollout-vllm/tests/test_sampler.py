@@ -179,6 +179,7 @@ def sample(
     num_samples: int = 4,
     max_new_tokens: int = 24,
     temperature: float = 1.0,
+    top_p: float = 1.0,
     stop_token_ids: tuple[int, ...] = (),
     seed: int | None = None,
 ) -> list[Completion]:
@@ -186,6 +187,7 @@ def sample(
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        top_p=top_p,
         stop_token_ids=stop_token_ids,
         seed=seed,
     )
@@ -231,6 +233,25 @@ def test_logprobs_equal_transformers(tied: Running, temperature: float) -> None:
         assert completion.policy_versions == (0,) * len(completion.token_ids)
         expected = reference_logprobs(model, PROMPT, completion, temperature=temperature)
         assert largest_difference(completion.rollout_logprobs, expected) < 1e-4
+
+
+def test_logprobs_of_a_nucleus_are_off_by_the_mass_kept(tied: Running) -> None:
+    """A23: with top_p below 1, rollout less plain logprob is -log(kept mass), 0.8 or more."""
+    model = dense_model(tied=True, seed=0)
+    most = 0.0
+    for completion in sample(tied, PROMPT, top_p=0.8):
+        ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+        logprobs = model(ids).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(dim=-1)
+        plain = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        probabilities = logprobs.exp().sort(dim=-1, descending=True).values
+        # the likeliest tokens, up to and with the one that reaches 0.8
+        reached_before = probabilities.cumsum(dim=-1) - probabilities
+        kept = (probabilities * (reached_before < 0.8)).sum(dim=-1)
+        assert bool((kept >= 0.8 - 1e-6).all())
+        off = torch.tensor(completion.rollout_logprobs) - plain
+        assert largest_difference(off.tolist(), (-kept.log()).tolist()) < 1e-4
+        most = max(most, off.max().item())
+    assert most > 0.1  # of at most -log(0.8) = 0.223
 
 
 def test_greedy_tokens_are_the_likeliest(tied: Running) -> None:

@@ -15,7 +15,7 @@ from algos_gspo_dapo_grpo.aggregation import TokenMean
 from algos_gspo_dapo_grpo.dynamic_sampling import DynamicSampling
 from algos_gspo_dapo_grpo.overlong import SoftOverlong
 from algos_gspo_dapo_grpo.precision import at_least_float32
-from algos_gspo_dapo_grpo.rollout_correction import TokenTruncation
+from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
 from algos_gspo_dapo_grpo.validators import clip_low_validator
 
@@ -39,8 +39,8 @@ class DapoLoss:
     clip_high: float = attrs.field(default=0.28, validator=attrs.validators.gt(0.0))
     """Upper clip: the ratio is held at or below ``1 + clip_high`` (paper, section 4.1)."""
 
-    rollout_correction: TokenTruncation | None = None
-    """Weights against the sampler's mismatch. None: none, as in the paper."""
+    rollout_correction: RolloutCorrection | None = None
+    """What is done about the sampler's mismatch. None: nothing, as in the paper."""
 
 
 _PAPER_SAMPLING = DynamicSampling(max_rounds=10, incomplete="yield")

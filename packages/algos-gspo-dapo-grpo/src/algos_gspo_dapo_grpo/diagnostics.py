@@ -12,6 +12,11 @@ from torch import Tensor
 from algos_gspo_dapo_grpo.aggregation import BatchCounts
 from algos_gspo_dapo_grpo.kl import kl_k1, kl_k3
 from algos_gspo_dapo_grpo.precision import at_least_float32
+from algos_gspo_dapo_grpo.rollout_correction import (
+    CorrectionWeights,
+    ImportanceWeighting,
+    WeightMasking,
+)
 from algos_gspo_dapo_grpo.surrogate import Surrogate
 
 
@@ -86,6 +91,44 @@ def mismatch_metrics(
             ~torch.isfinite(rollout_logprobs), loss_mask, counts.num_tokens
         ),
     }
+
+
+def correction_metrics(
+    weighting: CorrectionWeights,
+    loss_mask: Bool[Tensor, "*layout"],
+    *,
+    config: ImportanceWeighting,
+    counts: BatchCounts,
+) -> dict[str, Float[Tensor, ""]]:
+    """Shares of what a rollout correction did, per token in the mask, unit 1.
+
+    Returns:
+        ``correction/weight/mean`` and ``correction/weight_square/mean``, which
+        `effective_sample_fraction` makes the effective sample size of;
+        ``correction/at_cap/fraction`` for truncated weights, ``correction/masked/fraction`` for
+        weights that are set to 0.
+    """
+    weights, bounded = weighting
+    effect = "masked" if isinstance(config, WeightMasking) else "at_cap"
+    return {
+        "correction/weight/mean": share(weights, loss_mask, counts.num_tokens),
+        "correction/weight_square/mean": share(weights.square(), loss_mask, counts.num_tokens),
+        f"correction/{effect}/fraction": share(bounded, loss_mask, counts.num_tokens),
+    }
+
+
+def entropy_estimate(
+    logprobs: Float[Tensor, "*layout"],
+    loss_mask: Bool[Tensor, "*layout"],
+    *,
+    counts: BatchCounts,
+) -> Float[Tensor, ""]:
+    """Share of the mean of ``-log pi`` over the sampled tokens, in nats, detached.
+
+    In expectation it is the policy's entropy, if `logprobs` are those of the policy that sampled;
+    the exact entropy needs the logits, which this package never sees.
+    """
+    return share(-at_least_float32(logprobs), loss_mask, counts.num_tokens)
 
 
 def max_abs_mismatch(

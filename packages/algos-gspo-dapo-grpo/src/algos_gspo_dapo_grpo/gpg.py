@@ -11,7 +11,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from algos_gspo_dapo_grpo.aggregation import Aggregation, TokenMean
 from algos_gspo_dapo_grpo.groups import grouped
+from algos_gspo_dapo_grpo.kl import KlPenalty
+from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
+from algos_gspo_dapo_grpo.surrogate import (
+    Surrogate,
+    masked_log_ratio,
+    masked_logprobs,
+    ratio_of,
+)
 
 
 @final
@@ -50,3 +59,51 @@ def gpg_advantages(
     num_informative = (groups.scored & spread).to(centred.dtype).sum()
     alpha = num_scored / torch.clamp(num_informative, min=1.0)
     return alpha * centred / config.normaliser
+
+
+@final
+@attrs.frozen(kw_only=True)
+class GpgLoss:
+    """The GPG loss: the policy gradient itself. There is no ratio in it, and no clip."""
+
+    kind: ClassVar[Literal["gpg"]] = "gpg"
+
+    aggregation: Aggregation = attrs.field(factory=TokenMean)
+    """How token losses become one number. Default: the paper's mean over all tokens."""
+
+    kl: KlPenalty | None = None
+    """KL term against a reference policy. Default: none, as in the paper."""
+
+    rollout_correction: RolloutCorrection | None = None
+    """What is done about the sampler's mismatch. None: nothing, as in the paper."""
+
+
+def gpg_token_losses(
+    policy_logprobs: Float[Tensor, "*layout"],
+    proximal_logprobs: Float[Tensor, "*layout"],
+    advantages: Float[Tensor, "*layout"],
+    loss_mask: Bool[Tensor, "*layout"],
+    *,
+    config: GpgLoss,
+) -> Surrogate:
+    """``-A * log pi`` per token (arXiv:2504.02546).
+
+    Args:
+        policy_logprobs: log pi_theta(y_t), in nats; the only input that carries a gradient.
+        proximal_logprobs: log pi_old(y_t), in nats: only looked at, for the ratio's metric.
+        advantages: one per token, in reward units.
+        loss_mask: True on the sampled tokens.
+        config: nothing that acts here; the aggregation is `policy_loss`'s business.
+
+    Returns:
+        Losses to minimise, one per token; nothing is ever clipped. The value is no objective:
+        only its gradient has a meaning.
+    """
+    del config
+    policy = masked_logprobs(policy_logprobs, loss_mask)
+    return Surrogate(
+        losses=-advantages * policy,
+        ratios=ratio_of(masked_log_ratio(policy, proximal_logprobs, loss_mask)).detach(),
+        clipped=torch.zeros_like(loss_mask),
+        dual_clipped=None,
+    )

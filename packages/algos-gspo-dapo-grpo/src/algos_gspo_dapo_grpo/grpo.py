@@ -12,7 +12,7 @@ from torch import Tensor
 from algos_gspo_dapo_grpo.aggregation import Aggregation, SequenceMeanTokenMean
 from algos_gspo_dapo_grpo.kl import KlPenalty
 from algos_gspo_dapo_grpo.precision import at_least_float32
-from algos_gspo_dapo_grpo.rollout_correction import TokenTruncation
+from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
 from algos_gspo_dapo_grpo.validators import clip_low_validator, dual_clip_validator
 
@@ -46,8 +46,8 @@ class GrpoLoss:
     for long reasoning (arXiv:2503.14476, section 2.3), and no reference model to hold.
     """
 
-    rollout_correction: TokenTruncation | None = None
-    """Weights against the sampler's mismatch. None: none, as in the paper."""
+    rollout_correction: RolloutCorrection | None = None
+    """What is done about the sampler's mismatch. None: nothing, as in the paper."""
 
 
 def grpo_token_losses(

@@ -12,7 +12,7 @@ from torch import Tensor
 from algos_gspo_dapo_grpo.aggregation import Aggregation, SequenceMeanTokenMean
 from algos_gspo_dapo_grpo.kl import KlPenalty
 from algos_gspo_dapo_grpo.precision import at_least_float32
-from algos_gspo_dapo_grpo.rollout_correction import TokenTruncation
+from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.sequences import Sequences
 from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
 from algos_gspo_dapo_grpo.validators import clip_low_validator
@@ -41,8 +41,8 @@ class GspoLoss:
     kl: KlPenalty | None = None
     """KL term against a reference policy. Default: none; the paper leaves it out of eq. 5."""
 
-    rollout_correction: TokenTruncation | None = None
-    """Weights against the sampler's mismatch, per token. None: none, as in the paper."""
+    rollout_correction: RolloutCorrection | None = None
+    """What is done about the sampler's mismatch. None: nothing, as in the paper."""
 
 
 def gspo_sequence_losses(

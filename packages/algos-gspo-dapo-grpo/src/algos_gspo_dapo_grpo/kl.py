@@ -95,12 +95,22 @@ def kl_estimate(
             assert_never(estimator)
 
 
-def _known_estimator(instance: object, _: object, value: str) -> None:
-    if value not in KL_ESTIMATORS:
-        known = ", ".join(repr(name) for name in KL_ESTIMATORS)
+KlLossEstimator = Literal["k2", "k3", "abs", "k1+", "k3+", "abs+"]
+"""Which estimator a loss may have. With a ``+``, as verl writes it, the value is that of the
+estimator before it and the gradient that of k2 (straight-through)."""
+
+KL_LOSS_ESTIMATORS = ("k2", "k3", "abs", "k1+", "k3+", "abs+")
+
+
+def _refuse_k1(_: object, __: object, value: str) -> None:
+    if value == "k1":
         raise ValueError(
-            f"{type(instance).__name__}: expected estimator to be one of {known}, got {value!r}"
+            "KlPenalty: estimator 'k1' has no effect as a loss: its gradient with respect to the "
+            "policy is 1 whatever the reference says; use 'k2' or 'k3'"
         )
+    if value not in KL_LOSS_ESTIMATORS:
+        known = ", ".join(repr(name) for name in KL_LOSS_ESTIMATORS)
+        raise ValueError(f"KlPenalty: expected estimator to be one of {known}; got {value!r}")
 
 
 @final
@@ -111,32 +121,8 @@ class KlPenalty:
     coefficient: float = attrs.field(validator=attrs.validators.gt(0.0))
     """Factor of the term, in reward units per nat. GRPO: 0.04 (arXiv:2402.03300, section 4.2)."""
 
-    estimator: KlEstimator = attrs.field(default="k3", validator=_known_estimator)
-    """Which estimator. Default: k3, as GRPO has it (arXiv:2402.03300, eq. 4).
-
-    k1 has no effect as a loss unless `straight_through` gives it a gradient.
-    """
-
-    straight_through: bool = False
-    """Keep the estimator's value, and take the gradient of k2, ``policy - ref``.
-
-    verl writes these as ``k1+``, ``k3+`` and ``abs+``. Default: off, as in GRPO. With k2 it
-    would change nothing and is refused.
-    """
-
-    @straight_through.validator
-    def _acts(self, _: object, value: bool) -> None:  # noqa: FBT001  # attrs gives it by position
-        if self.estimator == "k1" and not value:
-            raise ValueError(
-                "KlPenalty: estimator 'k1' has no effect as a loss: its gradient with respect to "
-                "the policy is 1 whatever the reference says; use 'k2' or 'k3', or set "
-                "straight_through=True for the gradient of k2"
-            )
-        if self.estimator == "k2" and value:
-            raise ValueError(
-                "KlPenalty: straight_through has no effect with estimator 'k2', whose gradient it "
-                "would borrow; leave it False"
-            )
+    estimator: KlLossEstimator = attrs.field(default="k3", validator=_refuse_k1)
+    """Which estimator. Default: k3, as GRPO has it (arXiv:2402.03300, eq. 4)."""
 
 
 def kl_penalty(
@@ -149,11 +135,22 @@ def kl_penalty(
 
     `policy_logprobs` carries the gradient; `ref_logprobs` never does.
     """
-    ref_logprobs = ref_logprobs.detach()
-    value = kl_estimate(policy_logprobs, ref_logprobs, estimator=config.estimator)
-    if not config.straight_through:
-        return value
+    ref = ref_logprobs.detach()
+    match config.estimator:
+        case "k2" | "k3" | "abs":
+            return kl_estimate(policy_logprobs, ref, estimator=config.estimator)
+        case "k1+":
+            return _with_gradient_of_k2(kl_k1(policy_logprobs, ref), policy_logprobs, ref)
+        case "k3+":
+            return _with_gradient_of_k2(kl_k3(policy_logprobs, ref), policy_logprobs, ref)
+        case "abs+":
+            return _with_gradient_of_k2(kl_abs(policy_logprobs, ref), policy_logprobs, ref)
+        case _:
+            assert_never(config.estimator)
+
+
+def _with_gradient_of_k2(value: Tensor, policy_logprobs: Tensor, ref: Tensor) -> Tensor:
     policy = at_least_float32(policy_logprobs)
-    gradient = kl_k1(policy_logprobs, ref_logprobs).detach()
+    gradient = kl_k1(policy_logprobs, ref).detach()
     # policy - policy.detach() is exactly 0, so the value keeps all its digits.
     return value.detach() + gradient * (policy - policy.detach())

@@ -7,17 +7,52 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from algos_gspo_dapo_grpo.aggregation import BatchCounts, aggregate
+from algos_gspo_dapo_grpo.cispo import CispoLoss, cispo_token_losses
 from algos_gspo_dapo_grpo.dapo import DapoLoss, dapo_token_losses
-from algos_gspo_dapo_grpo.diagnostics import mismatch_metrics, share, surrogate_metrics
+from algos_gspo_dapo_grpo.decoupled_ppo import DecoupledPpoLoss, decoupled_ppo_token_losses
+from algos_gspo_dapo_grpo.diagnostics import (
+    correction_metrics,
+    mismatch_metrics,
+    share,
+    surrogate_metrics,
+)
+from algos_gspo_dapo_grpo.dppo import DppoKlLoss, DppoTvLoss, dppo_token_losses
+from algos_gspo_dapo_grpo.entropy_control import (
+    ClipCovLoss,
+    KlCovLoss,
+    clip_cov_token_losses,
+    kl_cov_token_losses,
+)
+from algos_gspo_dapo_grpo.gmpo import GmpoLoss, gmpo_token_losses
+from algos_gspo_dapo_grpo.gpg import GpgLoss, gpg_token_losses
 from algos_gspo_dapo_grpo.grpo import GrpoLoss, grpo_token_losses
 from algos_gspo_dapo_grpo.gspo import GspoLoss, gspo_sequence_losses
-from algos_gspo_dapo_grpo.kl import KlPenalty, kl_penalty
+from algos_gspo_dapo_grpo.gspo_token import GspoTokenLoss, gspo_token_losses
+from algos_gspo_dapo_grpo.kl import kl_penalty
 from algos_gspo_dapo_grpo.precision import at_least_float32
-from algos_gspo_dapo_grpo.rollout_correction import truncated_weights
+from algos_gspo_dapo_grpo.rollout_correction import Bypass, correction_weights
+from algos_gspo_dapo_grpo.sapo import SapoLoss, sapo_token_losses
 from algos_gspo_dapo_grpo.sequences import Sequences
 from algos_gspo_dapo_grpo.surrogate import Surrogate
+from algos_gspo_dapo_grpo.token_advantages import TokenAdvantages, per_token
+from algos_gspo_dapo_grpo.topr import ToprLoss, topr_token_losses
 
-PolicyLoss = GrpoLoss | DapoLoss | GspoLoss
+PolicyLoss = (
+    GrpoLoss
+    | DapoLoss
+    | GspoLoss
+    | GspoTokenLoss
+    | CispoLoss
+    | SapoLoss
+    | GmpoLoss
+    | DppoTvLoss
+    | DppoKlLoss
+    | ClipCovLoss
+    | KlCovLoss
+    | GpgLoss
+    | DecoupledPpoLoss
+    | ToprLoss
+)
 """Which loss, with its numbers; `describe` prints the formula."""
 
 
@@ -35,13 +70,14 @@ def policy_loss(
     policy_logprobs: Float[Tensor, "*layout"],
     *,
     proximal_logprobs: Float[Tensor, "*layout"] | None,
-    advantages: Float[Tensor, " sequences"],
+    advantages: Float[Tensor, " sequences"] | TokenAdvantages,
     loss_mask: Bool[Tensor, "*layout"],
     sequences: Sequences,
     config: PolicyLoss,
     counts: BatchCounts,
     rollout_logprobs: Float[Tensor, "*layout"] | None = None,
     ref_logprobs: Float[Tensor, "*layout"] | None = None,
+    selected_tokens: Bool[Tensor, "*layout"] | None = None,
 ) -> LossShare:
     """Compute the loss that `config` names, for one micro-batch of any layout.
 
@@ -50,8 +86,10 @@ def policy_loss(
             only input that carries a gradient. What stands outside the mask is ignored.
         proximal_logprobs: the same under the weights at the start of the step. None says that
             these are the weights in training, as in the only optimizer step on a batch: the
-            ratio is then 1 and its gradient that of `policy_logprobs`.
-        advantages: one per sequence, in reward units.
+            ratio is then 1 and its gradient that of `policy_logprobs`. Under `Bypass` it is None:
+            the sampler's take this place.
+        advantages: one per sequence, in reward units; or `TokenAdvantages`, which losses with a
+            ratio per sequence (GSPO, GMPO, TOPR) refuse.
         loss_mask: True on the sampled tokens that count.
         sequences: boundaries of the sequences; each is whole in this micro-batch.
         config: the loss and its numbers.
@@ -60,6 +98,8 @@ def policy_loss(
             it reported nothing.
             Needed by a rollout correction; if given, the mismatch metrics are returned too.
         ref_logprobs: under a frozen reference, in nats. Needed by a KL term, refused without.
+        selected_tokens: chosen by `clip_cov_selection` or `kl_cov_selection` over the whole
+            batch. Needed by `ClipCovLoss` and `KlCovLoss`, refused by the others.
 
     Returns:
         Shares of the loss and of the metrics, to be added up over micro-batches and ranks:
@@ -80,37 +120,40 @@ def policy_loss(
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
         ref_logprobs=ref_logprobs,
+        selected_tokens=selected_tokens,
     )
     # Masked once, first: whatever a later term makes of places outside, no gradient gets past here.
     policy = torch.where(loss_mask, at_least_float32(policy_logprobs), 0.0)
-    proximal = policy.detach() if proximal_logprobs is None else proximal_logprobs
-    advantages = advantages.detach().to(policy.dtype)
+    proximal, recomputed = _proximal(
+        policy, proximal_logprobs, rollout_logprobs, loss_mask, config=config
+    )
     token_losses, metrics = _surrogate_losses(
-        policy, proximal, advantages, loss_mask, sequences, config=config, counts=counts
+        policy,
+        proximal,
+        _data(advantages, policy.dtype),
+        loss_mask,
+        sequences,
+        config=config,
+        counts=counts,
+        selected_tokens=selected_tokens,
     )
 
+    correction = config.rollout_correction
     if rollout_logprobs is not None:
-        metrics |= mismatch_metrics(proximal, rollout_logprobs, loss_mask, counts=counts)
-    if config.rollout_correction is not None:
-        if rollout_logprobs is None:
-            raise ValueError(
-                "policy_loss: rollout_correction is set and needs rollout_logprobs, got None; give "
-                "the sampler's log-probabilities, or set rollout_correction to None"
+        metrics |= mismatch_metrics(recomputed, rollout_logprobs, loss_mask, counts=counts)
+        if correction is not None and not isinstance(correction, Bypass):
+            weighting = correction_weights(
+                recomputed, rollout_logprobs, loss_mask, sequences, config=correction
             )
-        weights = truncated_weights(
-            proximal, rollout_logprobs, loss_mask, config=config.rollout_correction
-        )
-        token_losses = weights * token_losses
-        at_cap = weights >= config.rollout_correction.cap
-        metrics["correction/weight/mean"] = share(weights, loss_mask, counts.num_tokens)
-        metrics["correction/at_cap/fraction"] = share(at_cap, loss_mask, counts.num_tokens)
+            token_losses = weighting.weights * token_losses
+            metrics |= correction_metrics(weighting, loss_mask, config=correction, counts=counts)
 
     loss = aggregate(
         token_losses, loss_mask, sequences, aggregation=config.aggregation, counts=counts
     )
     metrics["loss/policy/mean"] = loss.detach()
 
-    kl = _kl_config(config)
+    kl = None if isinstance(config, DapoLoss) else config.kl
     if kl is not None:
         if ref_logprobs is None:
             raise ValueError(
@@ -133,61 +176,176 @@ def policy_loss(
     return LossShare(loss=loss, metrics=metrics)
 
 
+def _proximal(
+    policy: Tensor,
+    proximal_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    loss_mask: Tensor,
+    *,
+    config: PolicyLoss,
+) -> tuple[Tensor, Tensor]:
+    """What the ratio is taken against, and the trainer's own, that the sampler is compared with."""
+    if config.rollout_correction is not None and rollout_logprobs is None:
+        raise ValueError(
+            "policy_loss: rollout_correction is set and needs rollout_logprobs, got None; give "
+            "the sampler's log-probabilities, or set rollout_correction to None"
+        )
+    recomputed = policy.detach() if proximal_logprobs is None else proximal_logprobs
+    if isinstance(config.rollout_correction, Bypass) and rollout_logprobs is not None:
+        if proximal_logprobs is not None:
+            raise ValueError(
+                "policy_loss: proximal_logprobs are given, and rollout_correction is Bypass, which "
+                "takes the ratio against rollout_logprobs and would ignore them; give None, or "
+                "correct with TokenTruncation, SequenceTruncation or WeightMasking"
+            )
+        known = loss_mask & torch.isfinite(rollout_logprobs)
+        rollout = at_least_float32(rollout_logprobs).to(policy.dtype)
+        return torch.where(known, rollout, recomputed), recomputed
+    return recomputed, recomputed
+
+
+def _data(advantages: Tensor | TokenAdvantages, dtype: torch.dtype) -> Tensor | TokenAdvantages:
+    """Advantages in the dtype of the formula, without a gradient."""
+    if isinstance(advantages, TokenAdvantages):
+        return TokenAdvantages(values=advantages.values.detach().to(dtype))
+    return advantages.detach().to(dtype)
+
+
+def _of_sequences(advantages: Tensor | TokenAdvantages, config: PolicyLoss) -> Tensor:
+    if isinstance(advantages, TokenAdvantages):
+        raise ValueError(  # noqa: TRY004  # the type is accepted, this combination is not
+            f"policy_loss: {type(config).__name__} has one ratio per sequence and takes one "
+            "advantage per sequence, got TokenAdvantages; GspoTokenLoss has the sequence's ratio "
+            "with an advantage for each token"
+        )
+    return advantages
+
+
+def _selected(selected_tokens: Tensor | None, config: PolicyLoss) -> Tensor:
+    if selected_tokens is None:
+        chooser = "clip_cov_selection" if isinstance(config, ClipCovLoss) else "kl_cov_selection"
+        raise ValueError(
+            f"policy_loss: {type(config).__name__} needs selected_tokens, got None; choose them "
+            f"over the whole batch with {chooser}"
+        )
+    return selected_tokens
+
+
 def _surrogate_losses(
-    policy: Float[Tensor, "*layout"],
-    proximal: Float[Tensor, "*layout"],
-    advantages: Float[Tensor, " sequences"],
-    loss_mask: Bool[Tensor, "*layout"],
+    policy: Tensor,
+    proximal: Tensor,
+    advantages: Tensor | TokenAdvantages,
+    loss_mask: Tensor,
     sequences: Sequences,
     *,
     config: PolicyLoss,
     counts: BatchCounts,
-) -> tuple[Float[Tensor, "*layout"], dict[str, Float[Tensor, ""]]]:
+    selected_tokens: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Per-token losses, and the metrics of their ratios."""
-    surrogate: Surrogate
+    if selected_tokens is not None and not isinstance(config, ClipCovLoss | KlCovLoss):
+        raise ValueError(
+            f"policy_loss: selected_tokens are given, and {type(config).__name__} has no use for "
+            "them; ClipCovLoss and KlCovLoss have"
+        )
     match config:
         case GspoLoss():
+            of_sequences = _of_sequences(advantages, config)
             surrogate = gspo_sequence_losses(
-                policy, proximal, advantages, loss_mask, sequences, config=config
+                policy, proximal, of_sequences, loss_mask, sequences, config=config
             )
             live = sequences.sum(loss_mask.to(policy.dtype)) > 0
             metrics = surrogate_metrics(surrogate, live, counts.num_sequences)
             return sequences.spread(surrogate.losses), metrics
-        case GrpoLoss():
-            token_advantages = sequences.spread(advantages)
-            surrogate = grpo_token_losses(
-                policy, proximal, token_advantages, loss_mask, config=config
+        case GmpoLoss():
+            of_sequences = _of_sequences(advantages, config)
+            surrogate = gmpo_token_losses(
+                policy, proximal, of_sequences, loss_mask, sequences, config=config
             )
-        case DapoLoss():
-            token_advantages = sequences.spread(advantages)
-            surrogate = dapo_token_losses(
-                policy, proximal, token_advantages, loss_mask, config=config
+        case ToprLoss():
+            of_sequences = _of_sequences(advantages, config)
+            surrogate = topr_token_losses(
+                policy, proximal, of_sequences, loss_mask, sequences, config=config
             )
         case _:
-            assert_never(config)
+            surrogate = _token_surrogate(
+                policy,
+                proximal,
+                per_token(advantages, sequences),
+                loss_mask,
+                sequences,
+                config=config,
+                selected_tokens=selected_tokens,
+            )
     return surrogate.losses, surrogate_metrics(surrogate, loss_mask, counts.num_tokens)
 
 
-def _kl_config(config: PolicyLoss) -> KlPenalty | None:
+def _token_surrogate(  # noqa: C901, PLR0911  # one case and one return per loss
+    policy: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    sequences: Sequences,
+    *,
+    config: GrpoLoss
+    | DapoLoss
+    | GspoTokenLoss
+    | CispoLoss
+    | SapoLoss
+    | DppoTvLoss
+    | DppoKlLoss
+    | ClipCovLoss
+    | KlCovLoss
+    | GpgLoss
+    | DecoupledPpoLoss,
+    selected_tokens: Tensor | None,
+) -> Surrogate:
+    """Losses that take an advantage per token."""
+    tensors = (policy, proximal, advantages, loss_mask)
     match config:
-        case GrpoLoss() | GspoLoss():
-            return config.kl
+        case GrpoLoss():
+            return grpo_token_losses(*tensors, config=config)
         case DapoLoss():
-            return None
+            return dapo_token_losses(*tensors, config=config)
+        case GspoTokenLoss():
+            return gspo_token_losses(*tensors, sequences, config=config)
+        case CispoLoss():
+            return cispo_token_losses(*tensors, config=config)
+        case SapoLoss():
+            return sapo_token_losses(*tensors, config=config)
+        case DppoTvLoss() | DppoKlLoss():
+            return dppo_token_losses(*tensors, config=config)
+        case ClipCovLoss():
+            selected = _selected(selected_tokens, config)
+            return clip_cov_token_losses(*tensors, selected, config=config)
+        case KlCovLoss():
+            selected = _selected(selected_tokens, config)
+            return kl_cov_token_losses(*tensors, selected, config=config)
+        case GpgLoss():
+            return gpg_token_losses(*tensors, config=config)
+        case DecoupledPpoLoss():
+            return decoupled_ppo_token_losses(*tensors, config=config)
         case _:
             assert_never(config)
 
 
-def _check_shapes(sequences: Sequences, advantages: Tensor, **per_token: Tensor | None) -> None:
+def _check_shapes(
+    sequences: Sequences,
+    advantages: Tensor | TokenAdvantages,
+    **per_token: Tensor | None,
+) -> None:
     """Reads shapes only. Without it, broadcasting would turn a wrong shape into a wrong number."""
+    if isinstance(advantages, TokenAdvantages):
+        per_token["advantages"] = advantages.values
+    elif tuple(advantages.shape) != (sequences.num_sequences,):
+        raise ValueError(
+            f"policy_loss: expected advantages of shape ({sequences.num_sequences},), one per "
+            f"sequence, got {tuple(advantages.shape)}; advantages per token are given as "
+            "TokenAdvantages"
+        )
     for name, tensor in per_token.items():
         if tensor is not None and tuple(tensor.shape) != sequences.shape:
             raise ValueError(
                 f"policy_loss: expected {name} of shape {sequences.shape}, the layout of "
                 f"`sequences`, got {tuple(tensor.shape)}"
             )
-    if tuple(advantages.shape) != (sequences.num_sequences,):
-        raise ValueError(
-            f"policy_loss: expected advantages of shape ({sequences.num_sequences},), one per "
-            f"sequence, got {tuple(advantages.shape)}"
-        )

@@ -190,25 +190,6 @@ def log_mismatch_ratio(
     return torch.where(loss_mask, sequences.spread(whole), 0.0)
 
 
-def truncated_weights(
-    proximal_logprobs: Float[Tensor, "*layout"],
-    rollout_logprobs: Float[Tensor, "*layout"],
-    loss_mask: Bool[Tensor, "*layout"],
-    *,
-    config: TokenTruncation,
-) -> Float[Tensor, "*layout"]:
-    """Importance weight of each token, ``min(exp(proximal - rollout), cap)``, without gradient.
-
-    A token whose rollout log-probability is not finite (the sampler returned none) has weight 1,
-    and so has every place outside the mask. NaN in `proximal_logprobs` on the mask shows.
-    """
-    rollout = at_least_float32(rollout_logprobs.detach())
-    known = loss_mask & torch.isfinite(rollout)
-    log_weight = at_least_float32(proximal_logprobs.detach()) - rollout
-    weights = torch.exp(torch.clamp(log_weight, max=LOG_RATIO_CAP)).clamp(max=config.cap)
-    return torch.where(known, weights, 1.0)
-
-
 def effective_sample_fraction(weight_mean: float, weight_square_mean: float) -> float:
     """Effective sample size over the number of tokens, ``mean(w)^2 / mean(w^2)``, from 0 to 1.
 

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from algos_gspo_dapo_grpo.precision import at_least_float32
+
 LOG_RATIO_CAP = 20.0
 """Log ratios, in nats, are held in ``[-20, 20]`` before exp; beyond that the gradient is 0.
 
@@ -30,7 +32,7 @@ class Surrogate:
     """Importance ratio, detached."""
 
     clipped: Bool[Tensor, "*units"]
-    """True where the clip decides the loss, so that no gradient flows."""
+    """True where a clip, or a bound of the method's weight, decides the loss."""
 
     dual_clipped: Bool[Tensor, "*units"] | None
     """True where the dual clip decides the loss; None if there is none."""
@@ -58,7 +60,7 @@ def clipped_surrogate(
     Returns:
         One loss per entry. Masking and averaging are the caller's.
     """
-    ratios = torch.exp(torch.clamp(log_ratios, -LOG_RATIO_CAP, LOG_RATIO_CAP))
+    ratios = ratio_of(log_ratios)
     unclipped_losses = -ratios * advantages
     clipped_losses = -torch.clamp(ratios, 1.0 - clip_low, 1.0 + clip_high) * advantages
     clipped = clipped_losses > unclipped_losses
@@ -84,3 +86,15 @@ def masked_log_ratio(
     """
     log_ratio = policy_logprobs - proximal_logprobs.detach().to(policy_logprobs.dtype)
     return torch.where(loss_mask, log_ratio, 0.0)
+
+
+def ratio_of(log_ratios: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
+    """``exp(log ratio)`` with the log ratio held within `LOG_RATIO_CAP`."""
+    return torch.exp(torch.clamp(log_ratios, -LOG_RATIO_CAP, LOG_RATIO_CAP))
+
+
+def masked_logprobs(
+    logprobs: Float[Tensor, "*layout"], loss_mask: Bool[Tensor, "*layout"]
+) -> Float[Tensor, "*layout"]:
+    """float32 or better on the mask, exactly 0 without gradient outside of it."""
+    return torch.where(loss_mask, at_least_float32(logprobs), 0.0)

@@ -6,6 +6,8 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
+from algos_gspo_dapo_grpo.sequences import Sequences
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,3 +21,12 @@ class TokenAdvantages:
 
     values: Float[Tensor, "*layout"]
     """In reward units."""
+
+
+def per_token(
+    advantages: Float[Tensor, " sequences"] | TokenAdvantages, sequences: Sequences
+) -> Float[Tensor, "*layout"]:
+    """One advantage per place: the token's own, or its sequence's."""
+    if isinstance(advantages, TokenAdvantages):
+        return advantages.values
+    return sequences.spread(advantages)

@@ -19,3 +19,9 @@ def dual_clip_validator(instance: object, _: object, value: float | None) -> Non
             f"{type(instance).__name__}: expected dual_clip above 1, got {value}: it would bound "
             "the loss where the ratio is still 1; use None for no dual clip"
         )
+
+
+def optional_clip_low_validator(instance: object, attribute: object, value: float | None) -> None:
+    """As `clip_low_validator`; None is no lower clip."""
+    if value is not None:
+        clip_low_validator(instance, attribute, value)

@@ -80,11 +80,17 @@ def end_processes(mark: str, folder: Path, *, grace_s: float) -> None:
 
 
 @contextmanager
-def guarded(mark: str, folder: Path) -> Iterator[None]:
-    """Have the guard end the cluster's processes and remove `folder` if this process is killed."""
+def guarded(mark: str, folder: Path, *, scratch: Path | None = None) -> Iterator[None]:
+    """Have the guard end the cluster's processes and remove its folders if this process is killed.
+
+    Args:
+        mark: of the cluster's processes.
+        folder: the cluster's own.
+        scratch: a folder that is of no use without the cluster.
+    """
     # A session of its own: a Ctrl-C in the terminal is not for the guard.
     guard = subprocess.Popen(  # noqa: S603 -- a constant, run by this interpreter
-        [sys.executable, "-c", GUARD, mark, str(folder)],
+        [sys.executable, "-c", GUARD, mark, str(folder), *([str(scratch)] if scratch else [])],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
@@ -111,12 +117,13 @@ def interrupts_ignored() -> Iterator[None]:
 
 def main() -> None:
     """Be the guard."""
-    mark, folder = sys.argv[1], Path(sys.argv[2])
+    mark, folder, *more = sys.argv[1:]
     if sys.stdin.buffer.read() == ALL_DONE:
         return
-    end_processes(mark, folder, grace_s=0.0)
-    if folder.exists():
-        shutil.rmtree(folder)
+    end_processes(mark, Path(folder), grace_s=0.0)
+    for name in (folder, *more):
+        if Path(name).exists():
+            shutil.rmtree(name)
 
 
 def _writes_below(link: Path, folder: Path) -> bool:

@@ -332,6 +332,7 @@ def local_cluster(
     environment: Mapping[str, str] | None = None,
     object_store_bytes: int = 2**30,
     keep_logs_in: Path | None = None,
+    scratch: Path | None = None,
 ) -> Iterator[Cluster]:
     """Run a Ray cluster for the body of a ``with`` statement, reachable from this machine only.
 
@@ -347,6 +348,8 @@ def local_cluster(
         object_store_bytes: shared memory for objects passed between processes. Default: 1 GiB,
             twice the float32 weights of a model of 135 million parameters.
         keep_logs_in: folder to copy the logs of all processes into at the end; None keeps none.
+        scratch: an existing folder that is removed with the cluster, also by the guard; for what
+            the actors pass each other outside of ray.
 
     Raises:
         ClusterError: if ray is running already or was imported too early, listens on more than
@@ -369,7 +372,7 @@ def local_cluster(
     # One level below: ray makes its own folder writable for everybody.
     ray_folder = folder / "r"
     log_folder = ray_folder / "session_latest" / "logs"
-    with guarded(mark, folder), _signal_handlers_kept():
+    with guarded(mark, folder, scratch=scratch), _signal_handlers_kept():
         try:
             os.environ[CLUSTER_MARK] = mark
             try:
@@ -401,6 +404,8 @@ def local_cluster(
                 if keep_logs_in is not None and log_folder.is_dir():
                     shutil.copytree(log_folder, keep_logs_in, dirs_exist_ok=True)
                 shutil.rmtree(folder)
+                if scratch is not None:
+                    shutil.rmtree(scratch)
 
 
 @contextmanager

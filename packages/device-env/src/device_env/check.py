@@ -66,7 +66,7 @@ class Judge:
     device_kind: DeviceKind | None = None
     """The device, where it is known."""
 
-    facts: RunFacts = RunFacts()
+    facts: RunFacts = attrs.field(factory=RunFacts)
     """The configuration, where it is known."""
 
     not_installed: frozenset[str] = frozenset()
@@ -88,8 +88,7 @@ class Judge:
         if name not in self.registry:
             if not name.startswith("VLLM_"):
                 return []
-            unknown = _unknown_to_vllm(name, self.versions, self._names())
-            return [] if unknown is None else [unknown]
+            return [_unknown_to_vllm(name, self.versions, self._names())]
         variable = self.registry.lookup(name)
         stale = _stale(variable, self.versions, self.not_installed, self._names())
         findings = [] if stale is None else [stale]
@@ -209,7 +208,7 @@ def _value_and_age(
 
 def _unknown_to_vllm(
     name: str, versions: Mapping[str, str], vllm_names: Collection[str] | None
-) -> Finding | None:
+) -> Finding:
     if vllm_names is None or name.startswith("VLLM_ASCEND_"):
         return Finding(
             level="note",
@@ -217,12 +216,19 @@ def _unknown_to_vllm(
             message="not judged: the registry does not know it",
             fix="check the name against the documentation of the version you run",
         )
+    version = versions.get("vllm", "of unknown version")
     if name in vllm_names:
-        return None
+        return Finding(
+            level="note",
+            variable=name,
+            message=f"vllm {version} reads it; its value is not judged: the registry does not "
+            "know it",
+            fix="check the value against the documentation of the version you run",
+        )
     near = difflib.get_close_matches(name, vllm_names, n=2, cutoff=0.8)
     return Finding(
         level="warning",
         variable=name,
-        message=f"vllm {versions.get('vllm', '')} does not read it".replace("  ", " "),
+        message=f"vllm {version} does not read it",
         fix=f"did you mean {' or '.join(near)}?" if near else "remove the variable",
     )

@@ -1,4 +1,4 @@
-"""The command line: doctor, check, explain. No vendor is imported but by doctor."""
+"""The command line: doctor, check, explain, export. No vendor is imported but by doctor."""
 
 import argparse
 import json
@@ -18,6 +18,8 @@ from device_env.env_file import parse_env_file
 from device_env.errors import EnvFileError, ScriptError, UnknownVariableError
 from device_env.explanation import explain
 from device_env.findings import Finding
+from device_env.profile import shell_lines
+from device_env.recipes import RECIPE_NAMES, RECIPES, Recipe, profile_for
 from device_env.render import Style, count_by_level, render_findings, render_report
 from device_env.rules import RunFacts
 from device_env.script_check import check_script
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _check(arguments)
         case "explain":
             return _explain(arguments.names)
+        case "export":
+            return _export(arguments)
         case other:
             raise AssertionError(other)
 
@@ -70,15 +74,41 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="what the caller of SCRIPT has in its environment; decides which way it goes",
     )
-    for option in _VERSIONED:
-        check.add_argument(f"--{option}", type=_version, metavar="VERSION")
+    _add_versions(check)
     check.add_argument("--device", choices=DEVICE_KINDS, help="the device of the run")
     _add_facts(check)
     check.add_argument("--strict", action="store_true", help="warnings count as errors")
     check.add_argument("--json", action="store_true", help="for programs")
+    export = commands.add_parser(
+        "export",
+        help="the environment of a device and recipe as shell lines, each with its reason",
+        description="Print lines for a shell script. What contradicts the versions or the "
+        "configuration goes to standard error, and an error prints no lines.",
+    )
+    export.add_argument("--device", choices=DEVICE_KINDS, required=True)
+    export.add_argument("--recipe", choices=RECIPE_NAMES, required=True)
+    export.add_argument(
+        "--num-threads", type=int, default=1, metavar="N", help="OpenMP, per worker"
+    )
+    export.add_argument(
+        "--set",
+        dest="with_",
+        action="append",
+        default=[],
+        type=_assignment,
+        metavar="NAME=VALUE",
+        help="your own value, in place of any other",
+    )
+    _add_versions(export)
+    _add_facts(export)
     explained = commands.add_parser("explain", help="all that is known about a variable")
     explained.add_argument("names", nargs="+", metavar="NAME")
     return parser
+
+
+def _add_versions(parser: argparse.ArgumentParser) -> None:
+    for option in _VERSIONED:
+        parser.add_argument(f"--{option}", type=_version, metavar="VERSION")
 
 
 def _add_facts(check: argparse.ArgumentParser) -> None:
@@ -125,6 +155,8 @@ def _doctor(*, as_json: bool) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     file: Path | None = arguments.script or arguments.env_file
+    if arguments.with_ and arguments.script is None:
+        return _complain("--with says which way a SCRIPT goes, and none is given")
     judge = _judge(arguments)
     try:
         if arguments.script is not None:
@@ -145,22 +177,44 @@ def _check(arguments: argparse.Namespace) -> int:
     return 1 if any(found.level in grave for found in findings) else 0
 
 
-def _judge(arguments: argparse.Namespace) -> Judge:
+def _export(arguments: argparse.Namespace) -> int:
+    try:
+        profile = profile_for(
+            arguments.device,
+            arguments.recipe,
+            num_threads=arguments.num_threads,
+            user=dict(arguments.with_),
+        )
+    except ValueError as error:
+        return _complain(str(error))
+    judge = _judge(arguments, recipe=RECIPES[arguments.recipe])
+    findings = [found for found in judge.environment(profile.as_dict()) if found.level != "note"]
+    if findings:
+        sys.stderr.write(render_findings(findings, _style()) + "\n")
+    if any(found.level == "error" for found in findings):
+        return 1
+    _print(shell_lines(profile))
+    return 0
+
+
+def _judge(arguments: argparse.Namespace, *, recipe: Recipe | None = None) -> Judge:
+    """The judge that the options describe; what they leave open is the recipe's."""
     versions = {
         option: version
         for option in _VERSIONED
         if (version := getattr(arguments, option.replace("-", "_"))) is not None
     }
+    facts = RunFacts() if recipe is None else recipe.facts
+    told = {
+        "training_engine": arguments.training_engine,
+        "enforce_eager": arguments.enforce_eager,
+        "sleep_mode": arguments.sleep_mode,
+        "online_weight_update": arguments.online_weight_update,
+        "process_group_timeout_s": arguments.process_group_timeout,
+    }
+    given = {name: value for name, value in told.items() if value is not None}
     return Judge(
-        versions=versions,
-        device_kind=arguments.device,
-        facts=RunFacts(
-            training_engine=arguments.training_engine,
-            enforce_eager=arguments.enforce_eager,
-            sleep_mode=arguments.sleep_mode,
-            online_weight_update=arguments.online_weight_update,
-            process_group_timeout_s=arguments.process_group_timeout,
-        ),
+        versions=versions, device_kind=arguments.device, facts=attrs.evolve(facts, **given)
     )
 
 

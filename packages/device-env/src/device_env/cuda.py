@@ -7,6 +7,7 @@ from types import ModuleType
 import attrs
 
 from device_env.device import Device, Rejection
+from device_env.driver_versions import nvidia_driver
 from device_env.torch_build import TorchUnavailable, import_torch
 from device_env.visible import VisibleDevices, visible_devices
 
@@ -31,6 +32,8 @@ def detect_cuda(environ: Mapping[str, str]) -> Device | Rejection:
         collective_backend="nccl",
         visible_devices_variable=visible.variable,
         torch_device_type="cuda",
+        driver_version=nvidia_driver(),
+        toolkit_version=str(torch.version.cuda),
         notes=visible.notes,
     )
 

@@ -55,6 +55,12 @@ class Device:
     torch_device_type: TorchDeviceType
     """Device type in torch; `cuda` for ROCm too."""
 
+    driver_version: str | None = None
+    """Version of the kernel driver; None for a CPU, or where the vendor's file is not there."""
+
+    toolkit_version: str | None = None
+    """Version of CUDA or ROCm that torch is built with, or of CANN; None for a CPU."""
+
     rejected: tuple[Rejection, ...] = ()
     """Kinds that were looked for before this one, and why they do not count."""
 

@@ -60,6 +60,7 @@ def examine(environ: Mapping[str, str]) -> Report:
     Args:
         environ: the environment to judge, normally `os.environ`.
     """
+    environ = dict(environ)  # as the user set it; vendors write to it when they are imported
     registry = Registry.load()
     findings: list[Finding] = []
     device: Device | None = None

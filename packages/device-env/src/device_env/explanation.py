@@ -1,8 +1,10 @@
 """Everything known about one variable, as text."""
 
 import textwrap
+from typing import get_args
 
 from device_env.domains import describe
+from device_env.known_names import NamesOf, known_names, known_versions
 from device_env.registry import Registry, Variable
 from device_env.rules import RULES
 
@@ -17,7 +19,10 @@ def explain(name: str, *, registry: Registry | None = None) -> str:
     Raises:
         UnknownVariableError: with the names that look like it.
     """
-    variable = (Registry.load() if registry is None else registry).lookup(name)
+    registry = Registry.load() if registry is None else registry
+    if name not in registry and (readers := _readers_beyond(name)):
+        return f"{name}\n  read by       {'; '.join(readers)}\n  all else      {_UNKNOWN}"
+    variable = registry.lookup(name)
     default = variable.default if variable.default != "" else "(empty)"
     if variable.default_note is not None:
         default = f"{default} ({variable.default_note})" if default else variable.default_note
@@ -28,11 +33,13 @@ def explain(name: str, *, registry: Registry | None = None) -> str:
         ("default", default or _UNKNOWN),
         ("read by", _readers(variable)),
         ("not read by", _unread(variable)),
+        ("set before", variable.set_before or _UNKNOWN),
+        ("set by", variable.set_by or _UNKNOWN),
         ("instead", variable.replacement),
         ("elsewhere", variable.counterpart),
         ("notes", variable.notes),
         *(("rule", f"{rule.text} [{rule.source}]") for rule in RULES if name in rule.variables),
-        ("source", variable.source),
+        ("source", "; ".join(filter(None, (variable.source, variable.set_source)))),
     ]
     lines = [variable.name]
     for label, text in rows:
@@ -46,6 +53,20 @@ def explain(name: str, *, registry: Registry | None = None) -> str:
                 break_on_hyphens=False,
             )
     return "\n".join(lines)
+
+
+def _readers_beyond(name: str) -> list[str]:
+    """Wheels that read a variable of which nothing else is known."""
+    readers: list[str] = []
+    for distribution in get_args(NamesOf):
+        found = [
+            version
+            for version in known_versions(distribution)
+            if name in (known_names(distribution, version) or ())
+        ]
+        if found:
+            readers.append(f"{distribution} {', '.join(found)}")
+    return readers
 
 
 def _readers(variable: Variable) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from device_env.device import Device, Rejection
-from device_env.torch_build import TorchUnavailable, import_torch
+from device_env.driver_versions import ascend_driver, cann_toolkit
+from device_env.torch_build import TorchUnavailable, import_torch, without_extensions
 from device_env.visible import visible_devices
 
 _CANN_HINT = "source CANN's set_env.sh, or uninstall torch_npu on a machine without NPUs"
@@ -45,6 +46,8 @@ def detect_npu(environ: Mapping[str, str]) -> Device | Rejection:
         collective_backend="hccl",
         visible_devices_variable=visible.variable,
         torch_device_type="npu",
+        driver_version=ascend_driver(),
+        toolkit_version=cann_toolkit(environ),
         notes=visible.notes,
     )
 
@@ -52,7 +55,8 @@ def detect_npu(environ: Mapping[str, str]) -> Device | Rejection:
 def _import_torch_npu() -> ModuleType | str:
     """The module, or why it cannot be imported."""
     try:
-        return importlib.import_module("torch_npu")
+        with without_extensions():
+            return importlib.import_module("torch_npu")
     except ModuleNotFoundError as error:
         if error.name == "torch_npu":
             return "torch_npu is not installed"

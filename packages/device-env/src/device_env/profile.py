@@ -1,11 +1,12 @@
-"""Values that a process needs in its environment, each with its reason."""
+"""Values that a process needs in its environment, each with its reason and source."""
 
-from collections.abc import MutableMapping
+import shlex
+from collections.abc import Collection, MutableMapping
 from typing import final
 
 import attrs
 
-from device_env.device import Device
+from device_env.device import Device, DeviceKind
 from device_env.errors import ProfileConflictError
 
 
@@ -22,6 +23,9 @@ class Setting:
 
     reason: str
     """Why."""
+
+    source: str
+    """Where the reason is from: a document, a file of a version, or a measurement."""
 
 
 @final
@@ -56,23 +60,56 @@ class Change:
     """The variable."""
 
     value: str
-    """What it is now; it was unset before."""
+    """What it is now."""
 
     reason: str
     """Why."""
 
+    before: str | None = None
+    """What it was; None when it was unset."""
 
-def apply(profile: Profile, environ: MutableMapping[str, str]) -> tuple[Change, ...]:
+
+def layered(name: str, *layers: Profile) -> Profile:
+    """One profile out of several, from the most general to the most particular.
+
+    A later layer's setting takes the place of an earlier one for the same variable, and says so
+    in its reason.
+    """
+    settings: dict[str, Setting] = {}
+    for layer in layers:
+        for setting in layer.settings:
+            below = settings.get(setting.name)
+            if below is not None and below.value != setting.value:
+                reason = f"{setting.reason} (instead of {below.value}: {below.reason})"
+                settings[setting.name] = attrs.evolve(setting, reason=reason)
+            else:
+                settings[setting.name] = setting
+    return Profile(name=name, settings=tuple(settings.values()))
+
+
+def apply(
+    profile: Profile, environ: MutableMapping[str, str], *, overwrite: Collection[str] = ()
+) -> tuple[Change, ...]:
     """Set what is unset, keep what agrees, and return what changed.
 
+    Args:
+        profile: what shall be set.
+        environ: the environment that is changed.
+        overwrite: variables whose value may be replaced.
+
     Raises:
-        ProfileConflictError: the user set a variable to something else; nothing is changed.
+        ProfileConflictError: the user set another variable to something else; nothing is changed.
     """
+    different = [
+        setting
+        for setting in profile.settings
+        if environ.get(setting.name, setting.value) != setting.value
+    ]
     conflicts = [
         f"{setting.name} is {environ[setting.name]!r}, the profile wants {setting.value!r} "
         f"({setting.reason})"
-        for setting in profile.settings
-        if environ.get(setting.name, setting.value) != setting.value
+        for setting in different
+        if setting.name not in overwrite
     ]
     if conflicts:
         raise ProfileConflictError(
@@ -80,13 +117,27 @@ def apply(profile: Profile, environ: MutableMapping[str, str]) -> tuple[Change, 
             "unset these variables or set them to the profile's values"
         )
     changes = tuple(
-        Change(name=setting.name, value=setting.value, reason=setting.reason)
+        Change(
+            name=setting.name,
+            value=setting.value,
+            reason=setting.reason,
+            before=environ.get(setting.name),
+        )
         for setting in profile.settings
-        if setting.name not in environ
+        if setting.name not in environ or setting in different
     )
     for change in changes:
         environ[change.name] = change.value
     return changes
+
+
+def shell_lines(profile: Profile) -> str:
+    """The profile as lines for a shell script, each with its reason above it."""
+    lines = [f"# {profile.name}"]
+    for setting in profile.settings:
+        lines.append(f"# {setting.reason} [{setting.source}]")
+        lines.append(f"export {setting.name}={shlex.quote(setting.value)}")
+    return "\n".join(lines)
 
 
 def worker_profile(device: Device, *, num_threads: int) -> Profile:
@@ -98,15 +149,21 @@ def worker_profile(device: Device, *, num_threads: int) -> Profile:
         device: where the workers compute.
         num_threads: OpenMP threads per worker process.
     """
+    return thread_profile(device.kind, num_threads=num_threads)
+
+
+def thread_profile(kind: DeviceKind, *, num_threads: int) -> Profile:
+    """Threads of each worker process on a kind of device, and how they wait."""
     if num_threads < 1:
         raise ValueError(f"expected num_threads of at least 1, got {num_threads}")
     threads = Setting(
         name="OMP_NUM_THREADS",
         value=str(num_threads),
         reason="without it every worker process starts one thread per core of the host",
+        source="OpenMP specification 5.2, section 21.1.2",
     )
-    if device.kind != "cpu":
-        return Profile(name=f"{device.kind} worker", settings=(threads,))
+    if kind != "cpu":
+        return Profile(name=f"{kind} worker", settings=(threads,))
     return Profile(
         name="cpu worker",
         settings=(
@@ -116,16 +173,19 @@ def worker_profile(device: Device, *, num_threads: int) -> Profile:
                 value="passive",
                 reason="spinning threads take the cores that other workers compute on: "
                 "5 to 10 times slower with two threads on two shared cores",
+                source="measured with torch 2.13 and two processes",
             ),
             Setting(
                 name="GOMP_SPINCOUNT",
                 value="0",
                 reason="the same for GNU OpenMP, which torch's wheels use",
+                source="GCC libgomp manual, GOMP_SPINCOUNT",
             ),
             Setting(
                 name="VLLM_CPU_OMP_THREADS_BIND",
                 value="nobind",
                 reason="by default every engine process of a host binds to the same cores",
+                source="vllm 0.32.0, vllm/utils/ompmultiprocessing.py",
             ),
         ),
     )

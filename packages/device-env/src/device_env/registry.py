@@ -96,8 +96,17 @@ class Variable:
     notes: str | None
     """What else is worth knowing."""
 
+    set_before: str | None
+    """The last moment at which setting it still has an effect."""
+
+    set_by: str | None
+    """Who must set it for every reader to see it."""
+
+    set_source: str | None
+    """Where these two facts are from."""
+
     source: str
-    """Where the facts are from."""
+    """Where the other facts are from."""
 
     @property
     def removed_in(self) -> Bound | None:

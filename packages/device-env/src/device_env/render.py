@@ -103,6 +103,14 @@ def _device_rows(report: Report) -> list[tuple[str, str]]:
             )
         ]
     rows.append(("collectives", device.collective_backend))
+    rows += [
+        (label, version)
+        for label, version in (
+            ("driver", device.driver_version),
+            ("toolkit", device.toolkit_version),
+        )
+        if version is not None
+    ]
     if device.visible_devices_variable is not None:
         rows.append(("chosen by", device.visible_devices_variable))
     rows += [(f"not {rejected.kind}", rejected.reason) for rejected in device.rejected]

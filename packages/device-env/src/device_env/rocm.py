@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from device_env.cuda import find_gpus
 from device_env.device import Device, Rejection
+from device_env.driver_versions import amd_driver
 from device_env.torch_build import TorchUnavailable, import_torch
 from device_env.visible import visible_devices
 
@@ -28,5 +29,7 @@ def detect_rocm(environ: Mapping[str, str]) -> Device | Rejection:
         collective_backend="nccl",
         visible_devices_variable=visible.variable,
         torch_device_type="cuda",
+        driver_version=amd_driver(),
+        toolkit_version=str(torch.version.hip),
         notes=visible.notes,
     )

@@ -15,6 +15,10 @@ from device_env.findings import Finding
 from device_env.visible import visible_devices
 
 _AIV_EXEC_TIMEOUT_MAX = 1091
+_CONNECT_TIMEOUT_DEFAULT = 120
+_EXEC_TIMEOUT_DEFAULT = 1836
+_LAST_TO_ASSERT = Version("0.18.0")
+_ALLOCATORS_OF_TORCH = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _TORCH_NPU_DOC = "torch_npu documentation, HCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -102,21 +106,28 @@ def _aiv_clamps_timeout(situation: Situation) -> Finding | None:
 
 def _process_group_outlasts_hccl(situation: Situation) -> Finding | None:
     group = situation.facts.process_group_timeout_s
-    set_here = {
-        name: value
+    if group is None:
+        return None
+    waits = {
+        name: (value, "")
         for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
         if (value := _integer(situation.environ, name)) is not None
     }
-    if group is None or not set_here:
+    if situation.device_kind == "npu":
+        default = _AIV_EXEC_TIMEOUT_MAX if _aiv(situation) else _EXEC_TIMEOUT_DEFAULT
+        waits.setdefault("HCCL_CONNECT_TIMEOUT", (_CONNECT_TIMEOUT_DEFAULT, ", its default"))
+        waits.setdefault("HCCL_EXEC_TIMEOUT", (default, ", its default"))
+    if not waits:
         return None
-    name = max(set_here, key=lambda key: set_here[key])
-    if group > set_here[name]:
+    name = max(waits, key=lambda key: waits[key][0])
+    longest, how = waits[name]
+    if group > longest:
         return None
     return Finding(
         level="error",
         variable=name,
-        message=f"the process group gives up after {group:g} s, before {name}={set_here[name]} s",
-        fix=f"give the process group more than {set_here[name]} s, or lower {name}",
+        message=f"the process group gives up after {group:g} s, before {name}={longest} s{how}",
+        fix=f"give the process group more than {longest} s, or lower {name}",
     )
 
 
@@ -195,6 +206,46 @@ def _one_allocator_variable(situation: Situation) -> Finding | None:
         variable="PYTORCH_NPU_ALLOC_CONF",
         message="set together with PYTORCH_ALLOC_CONF, which torch_npu 2.11 and later refuses",
         fix="unset one of the two",
+    )
+
+
+def _two_allocator_variables(situation: Situation) -> Finding | None:
+    neutral, cuda = (situation.environ.get(name) for name in _ALLOCATORS_OF_TORCH)
+    if situation.device_kind == "npu" or neutral is None or cuda is None or neutral == cuda:
+        return None
+    return Finding(
+        level="error",
+        variable="PYTORCH_CUDA_ALLOC_CONF",
+        message=f"{cuda!r} differs from PYTORCH_ALLOC_CONF={neutral!r}, and torch's allocator and "
+        "vllm do not take the same one of the two",
+        fix="unset one of the two",
+    )
+
+
+def _nvls_needs_cumem(situation: Situation) -> Finding | None:
+    environ = situation.environ
+    if environ.get("NCCL_CUMEM_ENABLE") != "0" or environ.get("NCCL_NVLS_ENABLE", "0") == "0":
+        return None
+    return Finding(
+        level="error",
+        variable="NCCL_NVLS_ENABLE",
+        message=f"{environ['NCCL_NVLS_ENABLE']} has no effect while NCCL_CUMEM_ENABLE=0",
+        fix="unset NCCL_CUMEM_ENABLE, or set NCCL_NVLS_ENABLE=0",
+    )
+
+
+def _cuda_expandable_segments_asleep(situation: Situation) -> Finding | None:
+    value = situation.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    version = situation.versions.get("vllm")
+    asserts = version is not None and Version(version) <= _LAST_TO_ASSERT
+    asleep = situation.facts.sleep_mode is True and situation.device_kind != "npu"
+    if not (asserts and asleep and "expandable_segments:True" in value):
+        return None
+    return Finding(
+        level="error",
+        variable="PYTORCH_CUDA_ALLOC_CONF",
+        message=f"the sleep mode of vllm {version} asserts that expandable_segments is off",
+        fix="remove expandable_segments, or turn sleep mode off",
     )
 
 
@@ -340,6 +391,27 @@ RULES: tuple[Rule, ...] = (
         text="expandable_segments does not go together with vllm-ascend's sleep mode",
         source="vllm-ascend, vllm_ascend/device_allocator/camem.py",
         check=_expandable_segments_asleep,
+    ),
+    Rule(
+        variables=_ALLOCATORS_OF_TORCH,
+        text="PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF must not differ: the CUDA allocator "
+        "reads the latter first, vllm the former",
+        source="torch 2.13, c10/cuda/CUDAAllocatorConfig.h (and run); vllm 0.32.0, "
+        "vllm/device_allocator/alloc_conf.py",
+        check=_two_allocator_variables,
+    ),
+    Rule(
+        variables=("PYTORCH_CUDA_ALLOC_CONF",),
+        text="expandable_segments does not go together with the sleep mode of vllm up to 0.18.0",
+        source="vllm/device_allocator/cumem.py of the wheels 0.11.0, 0.15.0 and 0.18.0; 0.23.0 "
+        "and 0.32.0 turn it off around their pool instead",
+        check=_cuda_expandable_segments_asleep,
+    ),
+    Rule(
+        variables=("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE"),
+        text="NVLink SHARP needs cuMem allocation: NCCL_CUMEM_ENABLE=0 turns it off",
+        source="NCCL documentation, NCCL_NVLS_ENABLE",
+        check=_nvls_needs_cumem,
     ),
     Rule(
         variables=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),

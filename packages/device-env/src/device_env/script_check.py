@@ -27,8 +27,8 @@ def check_script(
 ) -> list[LocatedFinding]:
     """Judge a shell script line by line, without running it.
 
-    Every line that sets a variable is judged, also in arms that are not taken; what variables
-    do to each other is judged in the environments of the processes that the script starts.
+    Every line that sets a variable is judged, whichever way the script may go; what variables
+    do to each other is judged in the environments that processes of the script see together.
     A value that only running the script could tell is not judged, its name is.
 
     Args:

@@ -193,7 +193,10 @@ class _Reader:
         quoted = False
         while self._position < len(self._text):
             character = self._text[self._position]
-            if character in " \t\n" or self._at("\\\n"):
+            if self._at("\\\n"):
+                self._advance(2)
+                continue
+            if character in " \t\n":
                 break
             if self._at_process_substitution():
                 parts.append(Dynamic(self._advance(2) + self._balanced("(", ")")))

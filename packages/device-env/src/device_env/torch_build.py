@@ -36,7 +36,7 @@ def import_torch() -> ModuleType | TorchUnavailable:
     if "torch" in sys.modules:
         return sys.modules["torch"]
     try:
-        with _without_extensions():
+        with without_extensions():
             return importlib.import_module("torch")
     except ModuleNotFoundError as error:
         if error.name == "torch":
@@ -63,13 +63,17 @@ def broken_extensions(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def _without_extensions() -> Iterator[None]:
+def without_extensions() -> Iterator[None]:
+    """Keep `import torch` from loading extensions, and the environment as it was.
+
+    torch_npu sets the same variable when it is imported, and leaves it set when that fails.
+    """
     before = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_AUTOLOAD]
+            os.environ.pop(_AUTOLOAD, None)
         else:
             os.environ[_AUTOLOAD] = before

@@ -6,7 +6,8 @@ torch.distributed.checkpoint is imported on use: it takes seconds to import.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -40,11 +41,13 @@ def write_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
 
     Raises:
         FileExistsError: if the folder exists, on every rank.
+        OSError: on every rank, if a rank could not write its part; no folder appears.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
 
-    with new_folder(folder) as unfinished:
+    what = f"{folder}: cannot be written, and does not appear; see to the cause and save again"
+    with new_folder(folder) as unfinished, _named_failures(what):
         save(
             dict(state),
             storage_writer=HuggingFaceStorageWriter(str(unfinished), save_distributed=True),
@@ -57,6 +60,8 @@ def read_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
     Raises:
         FileNotFoundError: if there is no checkpoint.
         ValueError: if it holds other tensors; says which.
+        OSError: on every rank, if a rank could not read its part. The tensors of `state` then hold
+            some of it.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
@@ -90,4 +95,25 @@ def read_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
             f"{wanted.get(name)} here"
         )
         raise ValueError(message)
-    load(dict(state), storage_reader=reader)
+    with _named_failures(f"{folder}: cannot be read; build a new engine before going on"):
+        load(dict(state), storage_reader=reader)
+
+
+@contextmanager
+def _named_failures(what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, which is no `Exception`, into an OSError with its causes.
+
+    torch wraps in it whatever a rank raised and raises it on all of them; an interrupt stays one.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        for cause in causes.values():
+            if not isinstance(cause, Exception):
+                raise cause from error
+        texts = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+        message = f"{what}: {'; '.join(texts)}"
+        raise OSError(message) from error

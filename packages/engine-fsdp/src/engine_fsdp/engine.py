@@ -1,14 +1,13 @@
 """The engine: FSDP2 around a packed causal LM, one optimizer, and what may be asked of both."""
 
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -23,10 +22,12 @@ from engine_fsdp.config import FsdpConfig
 from engine_fsdp.model import load_model
 from engine_fsdp.sharding import local, num_ranks, shard, whole
 from parallel_state.mesh import build_meshes
+from rl_contracts.batch_checks import check_together
 from rl_contracts.expert_layout import split_stack
+from rl_contracts.loss_tally import LossTally
 from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
-from rl_contracts.train import BatchT, LossFn, LossOutput, NamedTensor, StepResult, TokenBatch
+from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult, TokenBatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -89,6 +90,7 @@ class FsdpEngine:
             weight_decay=config.optim.weight_decay,
             fused=True,
         )
+        self._vocab_size: int = self._model.model.get_input_embeddings().num_embeddings
         self._policy_version = PolicyVersion(0)
         self._has_gradient = False
         self._verify()
@@ -113,10 +115,10 @@ class FsdpEngine:
         """Log-probabilities of the given tokens under the present weights, without gradient.
 
         Raises:
-            ValueError: if the ranks were given different numbers of micro-batches, or one of them
-                is malformed.
+            ValueError: on every rank, if the ranks were given different numbers of micro-batches,
+                or one of them is malformed.
         """
-        self._check_together("logprobs", micro_batches)
+        check_together("logprobs", micro_batches, vocab_size=self._vocab_size)
         try:
             return [self._forward(batch) for batch in micro_batches]
         finally:
@@ -128,30 +130,28 @@ class FsdpEngine:
         """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
 
         Raises:
-            ValueError: if the ranks were given different numbers of micro-batches, one of them is
-                malformed, `loss_fn` returned other metrics for one of them than for another, or a
-                loss without gradient for a batch that has tokens in its loss mask.
-            FloatingPointError: if the loss of a micro-batch is not finite, on every rank; names its
-                trajectories on the rank that has it.
+            ValueError: on every rank, if the ranks were given different numbers of micro-batches,
+                one of them is malformed, `loss_fn` returned other metrics for one of them than for
+                another, or a loss without gradient for one that has tokens in its loss mask.
+            FloatingPointError: on every rank, if the loss of a micro-batch is not finite; names its
+                trajectories.
         """
-        self._check_together("forward_backward", micro_batches)
-        tally = _Tally()
+        tally = LossTally()
         is_whole = False
         try:
+            check_together("forward_backward", micro_batches, vocab_size=self._vocab_size)
             for batch in micro_batches:
                 policy_logprobs = self._forward(batch)
-                loss = tally.add(loss_fn(policy_logprobs, batch.to(self._device)), batch)
-                if not loss.requires_grad:
-                    # Every rank takes part in every backward pass, also with nothing to learn.
-                    loss = loss + 0.0 * policy_logprobs.sum()
-                loss.backward()
+                output = loss_fn(policy_logprobs, batch.to(self._device))
+                tally.add(output, batch, policy_logprobs).backward()
+            totals = tally.sum_over_ranks(policy_version=self._policy_version)
             is_whole = True
         finally:
             self._reshard()
             if not is_whole:
                 self._drop_gradient()
         self._has_gradient = True
-        return self._sum_over_ranks(tally)
+        return totals
 
     def optim_step(self) -> StepResult:
         """Clip, step, clear the gradient, and raise the policy version by one.
@@ -213,6 +213,7 @@ class FsdpEngine:
 
         Raises:
             FileExistsError: if the folder exists.
+            OSError: on every rank, if one cannot write its part; no folder appears.
         """
         write_tensors({**self._state(), **random_states(self._device)}, folder)
 
@@ -222,6 +223,7 @@ class FsdpEngine:
         Raises:
             FileNotFoundError: if there is no checkpoint.
             ValueError: if it was written by another number of ranks or for another model.
+            OSError: on every rank, if one cannot read its part; build a new engine then.
         """
         state = {**self._state(), **random_states(self._device)}
         read_tensors(state, folder)
@@ -255,66 +257,6 @@ class FsdpEngine:
     def _drop_gradient(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._has_gradient = False
-
-    def _gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The same few integers of every rank."""
-        own = torch.tensor(values, dtype=torch.int64, device=self._device)
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, own)
-        return [entry.tolist() for entry in everyone]
-
-    def _check_together(self, method: str, micro_batches: Sequence[TokenBatch]) -> None:
-        """Refuse on all ranks what one of them would fail or wait at."""
-        vocab_size = self._model.model.get_input_embeddings().num_embeddings
-        problem = ""
-        for index, batch in enumerate(micro_batches):
-            problem = problem or _problem_of(index, batch, vocab_size)
-        everyone = self._gather([len(micro_batches), int(bool(problem))])
-        counts = [count for count, _ in everyone]
-        if problem:
-            message = f"{method}: {problem}"
-            raise ValueError(message)
-        if len(set(counts)) > 1 or counts[0] == 0:
-            message = (
-                f"{method}: expected the same number of micro-batches on every rank, at least one, "
-                f"got {', '.join(map(str, counts))}; rl_contracts.packing.pack deals them out"
-            )
-            raise ValueError(message)
-        if bad := [rank for rank, (_, is_bad) in enumerate(everyone) if is_bad]:
-            message = f"{method}: rank {bad[0]} was given a malformed micro-batch and says which"
-            raise ValueError(message)
-
-    def _sum_over_ranks(self, tally: "_Tally") -> dict[str, float]:
-        """Add up the metrics, or drop the gradient and raise on all ranks."""
-        not_finite = tally.not_finite()
-        names = sorted(tally.sums)
-        everyone = self._gather(
-            [int(bool(not_finite)), int(bool(tally.problem)), zlib.crc32("\n".join(names).encode())]
-        )
-        losses = [rank for rank, (is_bad, _, _) in enumerate(everyone) if is_bad]
-        others = [
-            rank
-            for rank, (_, is_bad, fingerprint) in enumerate(everyone)
-            if is_bad or fingerprint != everyone[0][2]
-        ]
-        if losses or others:
-            self._drop_gradient()
-        if losses:
-            where = not_finite or f"rank {losses[0]}, which names the trajectories"
-            message = (
-                f"forward_backward: the loss is not finite at policy version "
-                f"{self._policy_version} in {where}; the gradient was dropped"
-            )
-            raise FloatingPointError(message)
-        if others:
-            where = tally.problem or (
-                f"rank {others[0]} returned something else than this rank with its metrics {names}"
-            )
-            message = f"forward_backward: {where}; the gradient was dropped"
-            raise ValueError(message)
-        values = torch.stack([tally.sums[name] for name in names])
-        dist.all_reduce(values)
-        return dict(zip(names, values.tolist(), strict=True))
 
     def _state(self) -> dict[str, Tensor]:
         """Everything but the random states, as tensors that are read into in place."""
@@ -362,71 +304,3 @@ class FsdpEngine:
             if asked != got:
                 message = f"FsdpEngine: {what}: asked for {asked}, what runs has {got}"
                 raise RuntimeError(message)
-
-
-@final
-class _Tally:
-    """What the loss function returned for the micro-batches of one call; never synchronises."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        """``loss`` and metrics, added up in float64."""
-        self.problem = ""
-        """What the first micro-batch that is not as it should be is like."""
-        self._losses: list[Tensor] = []
-        self._names: list[str] = []
-
-    def add(self, output: LossOutput, batch: TokenBatch) -> Tensor:
-        """Take in one micro-batch and hand its loss back."""
-        index = len(self._losses)
-        shares = {**output.metrics, "loss": output.loss}
-        if "loss" in output.metrics:
-            self.problem = self.problem or "'loss' is no name for a metric, since it is the loss's"
-        if not output.loss.requires_grad and bool(batch.loss_mask.any()):
-            self.problem = self.problem or f"the loss of micro-batch {index} carries no gradient"
-        if self.sums and self.sums.keys() != shares.keys():
-            self.problem = self.problem or (
-                f"micro-batch {index} has the metrics {sorted(shares)}, those before it have "
-                f"{sorted(self.sums)}"
-            )
-        for name, share in shares.items():
-            value = share.detach().to(torch.float64)
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self._losses.append(output.loss.detach())
-        self._names.append(_names_of(batch))
-        return output.loss
-
-    def not_finite(self) -> str:
-        """The micro-batches whose loss is not finite, with their trajectories; reads the losses."""
-        return "; ".join(
-            f"micro-batch {index} ({names}): {loss.item()}"
-            for index, (names, loss) in enumerate(zip(self._names, self._losses, strict=True))
-            if not math.isfinite(loss.item())
-        )
-
-
-def _names_of(batch: TokenBatch) -> str:
-    """Trajectory ids, for batches that have them."""
-    names: Sequence[str] = getattr(batch, "trajectory_ids", ())
-    return f"trajectories {', '.join(names)}" if names else "without trajectory ids"
-
-
-def _problem_of(index: int, batch: TokenBatch, vocab_size: int) -> str:
-    """What is wrong with a micro-batch, or nothing."""
-    where = f"micro-batch {index} ({_names_of(batch)})"
-    num_tokens = batch.token_ids.shape[0]
-    starts: Int[Tensor, " sequences_plus_1"] = batch.cu_seqlens
-    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((starts.diff() <= 0).any()):
-        return (
-            f"{where}: expected cu_seqlens to rise from 0 to its {num_tokens} tokens, "
-            f"got {starts.tolist()}"
-        )
-    expected = torch.arange(num_tokens) - starts[:-1].repeat_interleave(starts.diff())
-    if not torch.equal(batch.positions, expected):
-        return f"{where}: expected positions that count from 0 in each sequence"
-    if bool(batch.loss_mask[starts[:-1].long()].any()):
-        return f"{where}: loss_mask is True on the first token of a sequence, which has no prefix"
-    lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())
-    if lowest < 0 or highest >= vocab_size:
-        return f"{where}: expected token ids from 0 to {vocab_size - 1}, got {lowest} to {highest}"
-    return ""

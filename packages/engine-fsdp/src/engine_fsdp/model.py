@@ -108,8 +108,9 @@ def load_model(folder: Path, *, temperature: float) -> PackedCausalLM:
     Raises:
         FileNotFoundError: if the folder holds no config.json or no safetensors weights.
         ValueError: if weights are missing, left over or of another shape, if transformers converts
-            them in a way that cannot be undone here, or if the model is of a kind that packed
-            training would compute wrongly.
+            them in a way that cannot be undone here, if config.json ties the head to an embedding
+            that differs from it, or if the model is of a kind that packed training would compute
+            wrongly.
     """
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         message = (
@@ -160,6 +161,16 @@ def _check_kind(packed_model: PackedCausalLM, folder: Path) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         message = f"{folder}: expected an output projection without bias in {kind}, got {head}"
+        raise ValueError(message)
+    embedding = model.get_input_embeddings()
+    if model.config.tie_word_embeddings and head.weight is not embedding.weight:
+        # transformers ties them only if they are equal, and warns (5.19, `tie_weights`).
+        message = (
+            f"{folder}: config.json says tie_word_embeddings true, but the head and the embedding "
+            f"of {kind} differ in the weights, so that what is trained would not be what is saved; "
+            "set tie_word_embeddings to false in config.json to train the head by itself, or take "
+            "its weight (lm_head.weight) out of the folder to train it as the embedding"
+        )
         raise ValueError(message)
     if not packed_model.blocks:
         message = f"{folder}: {kind} does not name its blocks in _no_split_modules"

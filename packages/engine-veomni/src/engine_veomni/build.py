@@ -43,6 +43,10 @@ class HuggingFaceConfig(Protocol):
     def num_key_value_heads(self) -> int | None:
         """Key-value heads of a layer; None: as many as query heads."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to this, exclusive."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSharding:

@@ -3,7 +3,7 @@
 import attrs
 
 from parallel_state import ParallelState
-from rl_contracts import DType, OptimConfig, known_dtype
+from rl_contracts import DType, OptimConfig, finite, known_dtype
 
 
 @attrs.frozen(kw_only=True)
@@ -27,7 +27,7 @@ class VeomniConfig:
     export_dtype: DType | None = attrs.field(default=None, validator=known_dtype)
     """Type of exported weights: the sampler's. None: `compute_dtype`."""
 
-    temperature: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))
+    temperature: float = attrs.field(default=1.0, validator=[finite, attrs.validators.gt(0.0)])
     """Divides the logits, as the sampler's temperature did. There is no greedy training, so 0 is
     refused. Default: the policy itself, untempered."""
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import final
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -22,6 +21,8 @@ from engine_veomni.token_logprobs import token_logprobs
 from engine_veomni.veomni_state import VeomniState
 from engine_veomni.versions import check_veomni_version
 from parallel_state.collectives import ShardedParameters, clip_grads_, global_grad_norm
+from rl_contracts.batch_checks import check_together
+from rl_contracts.loss_tally import LossTally
 from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult
@@ -61,6 +62,7 @@ class VeomniEngine:
                 self._optimizers = _build_optimizers(self._model, config)
         self._config = config
         self._device = device
+        self._vocab_size = model_config.vocab_size
         self._policy_version = PolicyVersion(0)
         self._has_gradient = False
 
@@ -89,9 +91,10 @@ class VeomniEngine:
         """Log-probabilities of the given tokens under the present weights, without gradient.
 
         Raises:
-            ValueError: if the ranks were given different numbers of micro-batches.
+            ValueError: on every rank, if the ranks were given different numbers of micro-batches,
+                or one of them is malformed.
         """
-        self._check_counts(micro_batches)
+        check_together("logprobs", micro_batches, vocab_size=self._vocab_size)
         try:
             return [self._logprobs(batch.to(self._device)) for batch in micro_batches]
         finally:
@@ -103,38 +106,25 @@ class VeomniEngine:
         """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
 
         Raises:
-            ValueError: if the ranks were given different numbers of micro-batches.
-            FloatingPointError: on all ranks, if the loss of a micro-batch is not finite on any;
-                names its trajectories. The gradient is dropped, the weights stay as they are.
+            ValueError: on every rank, if the ranks were given different numbers of micro-batches,
+                one of them is malformed, `loss_fn` returned other metrics for one of them than for
+                another, or a loss without gradient for one that has tokens in its loss mask.
+            FloatingPointError: on every rank, if the loss of a micro-batch is not finite; names its
+                trajectories. The gradient is dropped, the weights stay as they are.
         """
-        self._check_counts(micro_batches)
-        totals: dict[str, Tensor] = {}
-        losses: list[Tensor] = []
+        tally = LossTally()
         with self._dropping_gradient_on_error():
+            check_together("forward_backward", micro_batches, vocab_size=self._vocab_size)
             for given in micro_batches:
                 batch = given.to(self._device)
                 policy_logprobs = self._logprobs(batch)
-                output = loss_fn(policy_logprobs, batch)
-                self._backward(output.loss, policy_logprobs)
-                losses.append(output.loss.detach())
-                if "loss" in output.metrics:
-                    message = "forward_backward: 'loss' is the loss itself; rename the metric"
-                    raise ValueError(message)
-                for name, value in (("loss", output.loss), *output.metrics.items()):
-                    share = value.detach().double()
-                    totals[name] = totals[name] + share if name in totals else share
-            failed = [
-                trajectory_id
-                for loss, batch in zip(losses, micro_batches, strict=True)
-                if not math.isfinite(loss.item())
-                for trajectory_id in getattr(batch, "trajectory_ids", ())
-            ]
-            bad = any(not math.isfinite(loss.item()) for loss in losses)
-            summed = self._sum_over_ranks(
-                {name: total.item() for name, total in totals.items()}, failed if bad else None
-            )
+                loss = tally.add(loss_fn(policy_logprobs, batch), batch, policy_logprobs)
+                # FSDP divides by the number of data-parallel ranks, and the contract wants a sum
+                with self._state.entered():
+                    (loss * self._config.parallel.data_size).backward()
+            totals = tally.sum_over_ranks(policy_version=self._policy_version)
         self._has_gradient = True
-        return summed
+        return totals
 
     def optim_step(self) -> StepResult:
         """Clip, step, clear the gradient, and raise the policy version by one.
@@ -218,47 +208,6 @@ class VeomniEngine:
     def _logprobs(self, batch: BatchT) -> Float[Tensor, " tokens"]:
         with self._state.entered():
             return token_logprobs(self._model, batch, temperature=self._config.temperature)
-
-    def _backward(self, loss: Float[Tensor, ""], policy_logprobs: Tensor) -> None:
-        if not loss.requires_grad:
-            # other ranks may be in the same backward pass: take part in it, with nothing to add
-            loss = 0.0 * policy_logprobs.sum()
-        # FSDP divides by the number of data-parallel ranks, and the contract wants a sum
-        with self._state.entered():
-            (loss * self._config.parallel.data_size).backward()
-
-    def _check_counts(self, micro_batches: Sequence[BatchT]) -> None:
-        counts = [0] * dist.get_world_size()
-        dist.all_gather_object(counts, len(micro_batches))
-        if len(set(counts)) > 1 or counts[0] == 0:
-            message = (
-                "expected the same number of micro-batches on every rank, at least one, "
-                f"got {counts} by rank"
-            )
-            raise ValueError(message)
-
-    def _sum_over_ranks(
-        self, totals: dict[str, float], failed: list[str] | None
-    ) -> dict[str, float]:
-        parts: list[tuple[dict[str, float], list[str] | None]] = [({}, None)]
-        parts *= dist.get_world_size()
-        dist.all_gather_object(parts, (totals, failed))
-        for rank, (_, trajectory_ids) in enumerate(parts):
-            if trajectory_ids is not None:
-                message = (
-                    f"forward_backward: the loss is not finite on rank {rank}, in a micro-batch "
-                    f"with the trajectories {', '.join(trajectory_ids)}; the gradient was dropped"
-                )
-                raise FloatingPointError(message)
-        names = set(totals)
-        for rank, (other, _) in enumerate(parts):
-            if set(other) != names:
-                message = (
-                    f"forward_backward: expected the same metrics on every rank, "
-                    f"got {sorted(names)} here and {sorted(other)} on rank {rank}"
-                )
-                raise ValueError(message)
-        return {name: math.fsum(part[name] for part, _ in parts) for name in totals}
 
     @contextmanager
     def _dropping_gradient_on_error(self) -> Iterator[None]:

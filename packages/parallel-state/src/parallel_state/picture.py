@@ -1,17 +1,21 @@
 """A layout as text: which rank sits where on every axis, and which groups it is in."""
 
+import textwrap
 from collections.abc import Sequence
 
 from parallel_state.layout import axis_groups, axis_names, rank_coordinates
 from parallel_state.sizes import AxisT
 from parallel_state.state import ParallelState
 
+_WIDTH = 100
+"""Columns of a line; the table of ranks may be wider."""
+
 _SHORTEST_RANGE = 3
 """Fewer ranks than this are written out."""
 
 
 def layout_picture(state: ParallelState[AxisT]) -> str:
-    """Draw `state`: a table with a line per rank and one with the groups of every axis.
+    """Draw `state`: the degrees, a table with a line per rank, and the groups of every axis.
 
     Axes of size 1 are left out: on them every rank is alone. The ranks of a group are evenly
     spaced: from three on they are written `first-last`, and `first-last:step` for other steps
@@ -19,7 +23,7 @@ def layout_picture(state: ParallelState[AxisT]) -> str:
     """
     groups = {name: axis_groups(state, name) for name in axis_names(state)}
     groups = {name: found for name, found in groups.items() if len(found[0]) > 1}
-    lines = [f"{state.world_size} ranks: {state!r}"]
+    lines = [_title(state)]
     if not groups:
         return "\n".join([*lines, "every rank is alone on every axis", ""])
     header = ["rank", *groups]
@@ -31,11 +35,32 @@ def layout_picture(state: ParallelState[AxisT]) -> str:
         lines.append(_row([str(cell) for cell in cells], widths))
     lines += ["", "groups"]
     label = max(len(name) for name in groups)
-    lines += [
-        f"  {name:<{label}}  {'  '.join(_ranks(group) for group in found)}"
-        for name, found in groups.items()
-    ]
+    shape = max(len(_shape(found)) for found in groups.values())
+    for name, found in groups.items():
+        start = f"  {name:<{label}}  {_shape(found):<{shape}}  "
+        lines += textwrap.wrap(
+            "  ".join(_ranks(group) for group in found),
+            width=_WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_on_hyphens=False,
+        )
     return "\n".join([*lines, ""])
+
+
+def _title(state: ParallelState[AxisT]) -> str:
+    used = [f"{name} {size}" for name, size in state.dense_sizes.items() if size > 1]
+    parts = [f"{state.world_size} ranks = {' x '.join(used) or 1}"]
+    parts += [
+        f"fsdp {state.fsdp_size} = {axis}_fsdp {state.extra_fsdp_size(axis)} x {axis} {size}"
+        for axis, size in state.extra_parallel_sizes.items()
+        if size > 1
+    ]
+    return "; ".join(parts)
+
+
+def _shape(groups: Sequence[Sequence[int]]) -> str:
+    return f"{len(groups)} of {len(groups[0])}"
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:

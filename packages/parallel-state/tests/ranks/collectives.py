@@ -67,6 +67,41 @@ def uneven_loss() -> object:
     return _mean_loss_gradient(build_meshes(ParallelState(dp_size=2), "cpu"), losses)
 
 
+def _gradient_of_split(state: ParallelState[AxisT], micro_batches: int) -> float:
+    """Gradient of the mean over 24 tokens, dealt out to ranks and micro-batches by their sizes.
+
+    The losses are 1 to 24, and the ranks get 1, 2, 3, ... parts of them.
+    """
+    meshes = build_meshes(state, "cpu")
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    fully_shard(model, mesh=meshes.fsdp)
+    num_ranks, rank = state.data_size, meshes.axis("data").get_local_rank()
+    ends = [
+        24 * part * (part + 1) // (num_ranks * (num_ranks + 1)) for part in range(1 + num_ranks)
+    ]
+    losses = torch.arange(1.0, 25.0)[ends[rank] : ends[rank + 1]]
+    count = global_sum(torch.tensor(losses.numel()), group=meshes.group("data"))
+    for part in losses.tensor_split(micro_batches):
+        local_sum = (model(torch.ones(1, 1)).squeeze() * part).sum()
+        share_of_mean(local_sum, global_count=int(count), averaged_over=num_ranks).backward()
+    assert isinstance(model.weight.grad, DTensor)
+    return model.weight.grad.full_tensor().item()
+
+
+def splits() -> object:
+    """The same tokens over every way to cut four ranks, in one, two and three micro-batches."""
+    states = [
+        ParallelState(dp_size=4),
+        ParallelState(dp_size=4, dp_replicate_size=2),
+        ParallelState(dp_size=4, dp_replicate_size=4),
+        ParallelState(dp_size=2, ulysses_size=2),
+        ParallelState(dp_size=2, dp_replicate_size=2, ulysses_size=2),
+        ParallelState(ulysses_size=4),
+    ]
+    return [_gradient_of_split(state, number) for state in states for number in (1, 2, 3)]
+
+
 def nothing_to_learn() -> object:
     """No rank has a token (A11)."""
     return _mean_loss_gradient(build_meshes(ParallelState(dp_size=2), "cpu"), torch.ones(0))
@@ -133,6 +168,19 @@ def expert_norms() -> object:
             _expert_parts(expert(), dense(float("inf"), 0.0), ep), device=CPU
         ).item(),
     }
+
+
+def mixed_norm() -> object:
+    """Two replicas, each of two expert slices of norm 3 and 4 and dense shards of norm 12."""
+    state = ParallelState(
+        dp_size=4, dp_replicate_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=2)
+    )
+    meshes = build_meshes(state, "cpu")
+    own = [3.0, 4.0][meshes.axis("ep").get_local_rank()]
+    expert = _placed([own], meshes.extra["ep"].fsdp, replicated=True)
+    dense = _placed([0.0, 12.0], meshes.fsdp, replicated=True)
+    parts = _expert_parts(expert, dense, meshes.group("ep"))
+    return global_grad_norm(parts, device=CPU).item()
 
 
 def pending_sum() -> object:

@@ -171,6 +171,18 @@ def experts() -> object:
     ]
 
 
+def experts_of_replicas() -> object:
+    """Two replicas of two slices; the mesh beside `ep` has an axis for the replicas."""
+    state = ParallelState(
+        dp_size=4, dp_replicate_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=2)
+    )
+    meshes = build_meshes(state, "cpu")
+    expected = {"up": _numbers(5, 3, 2)}
+    own = expected["up"].split([2, 3])[meshes.axis("ep").get_local_rank()].clone()
+    placed = distribute_tensor(own, meshes.extra["ep"].fsdp, [Replicate(), Shard(0)])
+    return _check({"up": placed}, expected, meshes.group("ep"), 160)
+
+
 def refused() -> object:
     """What each mistake says, on rank 0."""
     meshes = build_meshes(

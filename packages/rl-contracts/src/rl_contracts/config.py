@@ -141,9 +141,11 @@ def parse_override(text: str) -> tuple[str, object]:
         message = f"expected an override of the form path.to.setting=value, got {text!r}"
         raise _refuse(message, origin="command line")
     try:
-        return path, tomllib.loads(f"value = {raw}")["value"]
+        tree = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return path, raw
+    # More than one key: the text has lines of its own, and is no single TOML value.
+    return path, tree["value"] if len(tree) == 1 else raw
 
 
 def _place(tree: dict[str, object], path: str, value: object) -> None:
@@ -159,6 +161,19 @@ def _place(tree: dict[str, object], path: str, value: object) -> None:
     table[leaf] = value
 
 
+def _begin_afresh(
+    tree: Mapping[str, object], origins: dict[str, Origin], path: str, kind: object
+) -> None:
+    """Forget a file's settings of another kind: they belong to what is no longer chosen."""
+    table: object = tree
+    for name in path.split("."):
+        table = table.get(name) if isinstance(table, dict) else None
+    if isinstance(table, dict) and table.get("kind", kind) != kind:
+        table.clear()
+        for known in [name for name in origins if name.startswith(f"{path}.")]:
+            del origins[known]
+
+
 def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -171,6 +186,8 @@ def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 def _elsewhere(path: str, message: str, root: type) -> str:
     """Name the setting meant by its whole path, or where in the configuration the name exists."""
     parent, _, name = path.rpartition(".")
+    if message.startswith("unknown setting of"):
+        return message
     near = "unknown setting; did you mean "
     if parent and message.startswith(near):
         return f"{near}{parent}.{message.removeprefix(near)}"
@@ -200,6 +217,8 @@ def load_config(
     for text in overrides:
         try:
             path, value = parse_override(text)
+            if path.endswith(".kind"):
+                _begin_afresh(tree, origins, path.removesuffix(".kind"), value)
             _place(tree, path, value)
         except ConfigError as error:
             problems.extend(error.problems)

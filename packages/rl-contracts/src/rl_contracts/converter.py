@@ -46,7 +46,10 @@ def shown(value: object) -> str:
 
 def _structure_primitive(value: object, expected: type) -> object:
     if expected is float and type(value) is int:
-        return float(value)  # exact: TOML writes 1 for 1.0
+        try:
+            return float(value)  # TOML writes 1 for 1.0
+        except OverflowError as error:
+            raise TypeError(f"expected float, got {shown(value)}, above the largest") from error
     if type(value) is not expected:
         raise TypeError(f"expected {expected.__name__}, got {shown(value)}")
     return value
@@ -254,7 +257,15 @@ def _union_factory(annotation: object, converter: cattrs.BaseConverter) -> Hook:
         kind = rest.pop("kind", value.kind if isinstance(value, _Completed) else None)
         if not isinstance(kind, str) or kind not in members:
             raise ValueError(f"expected `kind` to be one of {known}; got {kind!r}")
-        return converter.structure(rest, members[kind])
+        try:
+            return converter.structure(rest, members[kind])
+        except StructureError as error:
+            raise StructureError(
+                [
+                    (path, message.replace("unknown setting;", f"unknown setting of kind={kind};"))
+                    for path, message in error.problems
+                ]
+            ) from error
 
     return hook
 
@@ -339,6 +350,9 @@ class Setting:
     kind: str | None
     """The kind of the nearest union that it belongs to, if any."""
 
+    kinds: tuple[str, ...] = ()
+    """For the choice of a union's member itself: the words to choose from."""
+
 
 def settings_of(
     annotation: object, *, prefix: str = "", base: object = None, kind: str | None = None
@@ -366,6 +380,16 @@ def settings_of(
         nested = _nested_classes(field.type)
         if not nested:
             yield Setting(path=path, field=field, owner=owner, default=default, kind=kind)
+        members = union_members(field.type)
+        if members:
+            yield Setting(
+                path=f"{path}.kind",
+                field=field,
+                owner=owner,
+                default=attrs.NOTHING if default is attrs.NOTHING else kind_of(type(default)),
+                kind=kind,
+                kinds=tuple(kind_of(member) for member in members),
+            )
         for member in nested:
             yield from settings_of(
                 member,

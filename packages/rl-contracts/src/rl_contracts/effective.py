@@ -141,7 +141,8 @@ def settings_help(config_class: type, *, width: int = 100) -> str:
             docs[setting.owner] = field_docs(setting.owner)
         default = "required" if setting.default is attrs.NOTHING else _toml(setting.default)
         only = f", with kind={setting.kind}" if setting.kind else ""
-        title = f"  {setting.path}  ({_type_text(setting.field.type)}; {default}{only})"
+        type_text = " | ".join(setting.kinds) or _type_text(setting.field.type)
+        title = f"  {setting.path}  ({type_text}; {default}{only})"
         if title in seen:
             continue
         seen.add(title)

@@ -1,8 +1,11 @@
 """The optimizer's settings, the same ones for every engine."""
 
+import math
 from typing import Any
 
 import attrs
+
+from rl_contracts.finite import finite
 
 
 def _fractions(_: object, attribute: "attrs.Attribute[Any]", value: tuple[float, float]) -> None:
@@ -12,8 +15,10 @@ def _fractions(_: object, attribute: "attrs.Attribute[Any]", value: tuple[float,
 
 
 def _positive_or_none(_: object, attribute: "attrs.Attribute[Any]", value: float | None) -> None:
-    if value is not None and not value > 0.0:
-        message = f"{attribute.name}: expected a number above 0, or None for no limit, got {value}"
+    if value is not None and not 0.0 < value < math.inf:
+        message = (
+            f"{attribute.name}: expected a finite number above 0, or None for no limit, got {value}"
+        )
         raise ValueError(message)
 
 
@@ -21,16 +26,16 @@ def _positive_or_none(_: object, attribute: "attrs.Attribute[Any]", value: float
 class OptimConfig:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), clipping, and the learning rate."""
 
-    learning_rate: float = attrs.field(validator=attrs.validators.gt(0.0))
+    learning_rate: float = attrs.field(validator=[finite, attrs.validators.gt(0.0)])
     """Learning rate after the warmup."""
 
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=_fractions)
     """Decay of the running mean of the gradient and of its square. Default: torch 2.13."""
 
-    eps: float = attrs.field(default=1e-8, validator=attrs.validators.gt(0.0))
+    eps: float = attrs.field(default=1e-8, validator=[finite, attrs.validators.gt(0.0)])
     """Added to the root of the running square. Default: torch 2.13."""
 
-    weight_decay: float = attrs.field(default=0.01, validator=attrs.validators.ge(0.0))
+    weight_decay: float = attrs.field(default=0.01, validator=[finite, attrs.validators.ge(0.0)])
     """Share of each weight, times the learning rate, taken off per step; of all weights, norms
     included. Default: torch 2.13 and verl."""
 

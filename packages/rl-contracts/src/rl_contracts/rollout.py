@@ -9,6 +9,8 @@ from typing import Literal, NewType, Protocol, runtime_checkable
 
 import attrs
 
+from rl_contracts.finite import finite
+
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of optimizer steps behind a set of weights, from 0."""
 
@@ -23,13 +25,16 @@ class SamplingParams:
     max_new_tokens: int = attrs.field(validator=attrs.validators.ge(1))
     """Longest completion, in tokens."""
 
-    temperature: float = attrs.field(default=1.0, validator=attrs.validators.ge(0.0))
+    temperature: float = attrs.field(default=1.0, validator=[finite, attrs.validators.ge(0.0)])
     """Divides the logits, 0 means greedy. Default: the policy itself, untempered."""
 
     top_p: float = attrs.field(
-        default=1.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(1.0)]
+        default=1.0, validator=[finite, attrs.validators.gt(0.0), attrs.validators.le(1.0)]
     )
-    """Probability mass kept (nucleus sampling). Default: all of it."""
+    """Probability mass kept (nucleus sampling). Default: all of it.
+
+    Below 1 is for evaluation: `rollout_logprobs` are then those of the renormalised distribution,
+    so a trainer's ratio to its plain logprobs is off by the mass kept (verl issue 6240)."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, beside the model's own end of sequence."""

@@ -9,6 +9,8 @@ from typing import final
 
 import torch.distributed as dist
 
+from rl_contracts.all_ranks import from_all_ranks
+
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
@@ -53,8 +55,7 @@ class _Together:
         trace: TracebackType | None,
     ) -> None:
         """Tell the other ranks; the own error goes on its way."""
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if kind is None else f"{kind.__name__}: {error}")
+        texts = from_all_ranks(None if kind is None else f"{kind.__name__}: {error}")
         if error is not None:
             return
         for rank, text in enumerate(texts):

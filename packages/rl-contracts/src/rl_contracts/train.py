@@ -25,11 +25,11 @@ class TokenBatch(Protocol):
 
     @property
     def token_ids(self) -> Int[Tensor, " tokens"]:
-        """Token ids of all sequences, end to end."""
+        """Token ids of all sequences, end to end; int64."""
 
     @property
     def positions(self) -> Int[Tensor, " tokens"]:
-        """Position of each token in its own sequence, from 0."""
+        """Position of each token in its own sequence, from 0; int64."""
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " sequences_plus_1"]:
@@ -177,6 +177,10 @@ class TrainEngine(Protocol):
         """Log-probabilities of the given tokens under the present weights, without gradient.
 
         One float32 tensor per micro-batch, in the order given; 0 where `loss_mask` is False.
+
+        Raises:
+            ValueError: on every rank, if a rank was given another number of micro-batches, none, or
+                a malformed one; names it (see `rl_contracts.batch_checks`).
         """
 
     def forward_backward(
@@ -188,8 +192,10 @@ class TrainEngine(Protocol):
         micro-batches and ranks.
 
         Raises:
-            ValueError: if the ranks were given different numbers of micro-batches.
-            FloatingPointError: if the loss of a micro-batch is not finite; names its
+            ValueError: on every rank, if a rank was given another number of micro-batches, none, or
+                a malformed one, if `loss_fn` returned a loss without gradient for one that has
+                tokens in its mask, or if its metrics differ; names it.
+            FloatingPointError: on every rank, if the loss of a micro-batch is not finite; names its
                 trajectories.
         """
 

@@ -80,6 +80,7 @@ class MetricsWriter:
 
         Raises:
             ValueError: for a line that is broken although a newline ends it; names file and line.
+                Also if there is no record of `last_step`: then metrics were lost.
         """
         content = path.read_bytes()
         end = 0
@@ -91,7 +92,14 @@ class MetricsWriter:
                 end = content.index(b"\n", start) + 1
             else:
                 num_dropped += 1
-        descriptor = os.open(path, os.O_RDWR)
+        if kept_step != last_step:
+            found = "no record at all" if kept_step is None else f"step {kept_step}"
+            message = (
+                f"{path}: expected the record of step {last_step}, the last one before the "
+                f"resumed run, got {found}; restore the file, or begin a new run"
+            )
+            raise ValueError(message)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
         os.ftruncate(descriptor, end)
         os.lseek(descriptor, end, os.SEEK_SET)
         os.fsync(descriptor)

@@ -47,8 +47,8 @@ _ROWS = (
     ("ratio/clipped/fraction", "fraction", "Tokens or sequences whose gradient the clip cuts."),
     ("ratio/dual_clipped/fraction", "fraction", "Units whose loss the dual clip bounds."),
     ("ratio/dual_clipped/fraction", "fraction", "Tokens that the dual clip bounds."),
-    ("ratio/importance/mean", "1", "Mean importance ratio exp(policy - proximal)."),
-    ("ratio/importance/max", "1", "Largest importance ratio exp(policy - proximal)."),
+    ("ratio/importance/mean", "1", "Mean importance ratio that the loss took."),
+    ("ratio/importance/max", "1", "Largest importance ratio that the loss took."),
     ("entropy/policy/mean", "nats", "Mean entropy of the policy's next-token distribution."),
     (
         "mismatch/k3/mean",

@@ -9,17 +9,16 @@ averaging such failures as zeros hides a broken grader behind a policy that seem
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Protocol, final
 
 import attrs
 
 from rl_contracts import FinishReason
 from rl_tasks.boxed import last_complete_box
+from rl_tasks.numbers import last_number, plain_number
 from rl_tasks.problem import Problem
 from rl_tasks.sources import check_data_source
 
@@ -63,13 +62,23 @@ class ExactMatch:
 @final
 @attrs.frozen(kw_only=True)
 class LastNumber:
-    """1 if the last number in the text is the number that the ground truth is.
+    r"""1 if the last number in the text is the number that the ground truth is.
 
     Numbers are plain decimals: ``12``, ``-3.50``, ``1,234``; a minus counts as a sign unless
     something stands right before it that it could be subtracted from. They are compared exactly,
-    so ``12.0`` is 12. Fractions, powers and words are not read.
+    so ``12.0`` is 12.
 
-    Reasons: ``right``, ``wrong``, ``no_number``; without a value
+    The last number must stand alone. A part of another number is not read for the whole and
+    scores 0: ``1/3``, ``\frac{1}{3}``, ``2^3``, ``2**3``, ``10^{-3}``, ``1e3``, ``x_2``, ``3:45``,
+    ``1,23``, ``sqrt(2)``, ``2\pi``, ``2x``, and a number that touches a letter at all, so leave a
+    space before a unit: ``12 cm``. Of a sum or a product the last operand counts, as in
+    ``9 + 3``.
+
+    What only decorates a number is not read: ``$12$``, ``**12**``, ``_12_``, ``$12``, ``12.``;
+    nor are signs of units, so ``12%`` and ``12^\circ`` are 12. Words are not read either:
+    ``3 million`` is 3.
+
+    Reasons: ``right``, ``wrong``, ``no_number``, ``not_a_plain_number``; without a value
     ``ground_truth_is_not_a_number``.
     """
 
@@ -78,15 +87,13 @@ class LastNumber:
     ) -> RewardResult:
         """Grade `text`."""
         del finish_reason
-        expected = _NUMBER.fullmatch(ground_truth.strip())
+        expected = plain_number(ground_truth)
         if expected is None:
             return RewardResult(value=None, reason="ground_truth_is_not_a_number")
-        last = None
-        for last in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
-            pass
-        if last is None:
-            return RewardResult(value=0.0, reason="no_number")
-        return _right_or_wrong(right=_decimal(last) == _decimal(expected))
+        answer = last_number(text)
+        if isinstance(answer, str):
+            return RewardResult(value=0.0, reason=answer)
+        return _right_or_wrong(right=answer == expected)
 
 
 @final
@@ -221,27 +228,6 @@ def grade(
     check_data_source(problem.data_source, rewards, f"problem {problem.problem_id}")
     reward = rewards[problem.data_source]
     return reward(text, ground_truth=problem.ground_truth, finish_reason=finish_reason)
-
-
-_NUMBER = re.compile(
-    r"""
-    (?<![0-9]) (?<![0-9]\.) (?<![0-9][eE])      # not in the middle of a longer number
-    (?P<sign> (?<![0-9A-Za-z)\]}]) [-\u2212+] )?
-    (?P<digits>
-        (?: [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) | [0-9]+ ) (?: \.[0-9]+ )?
-        | (?<!\.) \.[0-9]+
-    )
-    """,
-    re.VERBOSE,
-)
-"""A decimal number. ``\\u2212`` is the typographic minus."""
-
-
-def _decimal(match: "re.Match[str]") -> Decimal:
-    # Decimal, unlike int, has no limit of digits and no superlinear conversion
-    number = Decimal(match["digits"].replace(",", ""))
-    # the minus operator would round to the context's 28 digits
-    return number.copy_negate() if match["sign"] in {"-", "\u2212"} else number
 
 
 def _right_or_wrong(*, right: bool) -> RewardResult:

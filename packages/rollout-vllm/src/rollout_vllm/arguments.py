@@ -81,8 +81,8 @@ _OWNED: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# every one of these changes which weights the engine holds or where, and no test has shown that
-# an update then reaches all of them
+# every one of these changes which weights, keys and values the engine holds or where, and no test
+# has shown that an update then reaches all of them
 _NOT_UPDATABLE = frozenset(
     {
         "pipeline_parallel_size",
@@ -99,10 +99,128 @@ _NOT_UPDATABLE = frozenset(
         "enable_elastic_ep",
         "cpu_offload_gb",
         "enable_sleep_mode",
+        "kv_offloading_backend",
+        "kv_offloading_size",
         "kv_transfer_config",
         "model_impl",
     }
 )
+
+_ONE_DEVICE = "it has no effect: the engine runs on one device in one process"
+_NO_LORA = "it has no effect: enable_lora is not supported yet"
+_EAGER = "it has no effect: VllmConfig.enforce_eager leaves no graph to compile or capture"
+_NO_TOKENIZER = "it has no effect: no tokenizer is loaded"
+_LOCAL = "it has no effect: the model is the local folder VllmConfig.model, weights as safetensors"
+_OTHER_MODEL = (
+    "the engine would run another model than the one trained; change config.json in the folder "
+    "VllmConfig.model instead"
+)
+_OTHER_DISTRIBUTION = (
+    "tokens would be drawn from another distribution than SamplingParams says, and "
+    "rollout_logprobs would be those of that one"
+)
+_OTHER_END = (
+    "a completion would end elsewhere than the model's own generation_config.json says; use "
+    "SamplingParams.stop_token_ids to end it at further tokens"
+)
+
+
+def _each(reason: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, reason)
+
+
+# vLLM takes every one of these, and reports most of them as they were given
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **_each(
+            _ONE_DEVICE,
+            "all2all_backend",
+            "cp_kv_cache_interleave_size",
+            "data_parallel_address",
+            "data_parallel_backend",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_multi_port_external_lb",
+            "data_parallel_rank",
+            "data_parallel_rpc_port",
+            "data_parallel_size_local",
+            "data_parallel_start_rank",
+            "dbo_decode_token_threshold",
+            "dbo_prefill_token_threshold",
+            "dcp_comm_backend",
+            "dcp_kv_cache_interleave_size",
+            "dcp_q_replicate",
+            "decode_context_parallel_size",
+            "disable_custom_all_reduce",
+            "disable_nccl_for_dp_synchronization",
+            "dp_sync_interval",
+            "elastic_ep_max_dp_size",
+            "enable_batch_sharded_sampling",
+            "enable_dbo",
+            "enable_ep_weight_filter",
+            "eplb_config",
+            "expert_placement_strategy",
+            "master_addr",
+            "master_port",
+            "max_parallel_loading_workers",
+            "node_rank",
+            "prefill_context_parallel_size",
+            "ray_workers_use_nsight",
+            "ubatch_size",
+        ),
+        **_each(
+            _NO_LORA,
+            "default_mm_loras",
+            "enable_mixed_moe_lora_format",
+            "enable_moe_shared_loras",
+            "enable_tower_connector_lora",
+            "fully_sharded_loras",
+            "lora_dtype",
+            "lora_target_modules",
+            "max_cpu_loras",
+            "max_lora_cls_labels",
+            "max_lora_rank",
+            "max_loras",
+            "specialize_active_lora",
+        ),
+        **_each(
+            _EAGER,
+            "compilation_config",
+            "cudagraph_capture_sizes",
+            "cudagraph_metrics",
+            "max_cudagraph_capture_size",
+            "optimization_level",
+        ),
+        **_each(_NO_TOKENIZER, "tokenizer_mode", "tokenizer_revision"),
+        **_each(
+            _LOCAL,
+            "code_revision",
+            "download_dir",
+            "hf_token",
+            "pt_load_map_location",
+            "revision",
+        ),
+        **_each(
+            _OTHER_MODEL,
+            "config_format",
+            "convert",
+            "diffusion_config",
+            "disable_sliding_window",
+            "hf_config_path",
+            "hf_overrides",
+            "ignore_patterns",
+            "model_class_overrides",
+            "model_weights",
+            "pooler_config",
+            "runner",
+        ),
+        **_each(_OTHER_DISTRIBUTION, "logits_processors", "watermark_config"),
+        **_each(_OTHER_END, "generation_config", "override_generation_config"),
+    }
+)
+
+Plain = bool | int | float | str | None
+"""What can be read back from the engine's process and compared."""
 
 
 @lru_cache(maxsize=1)
@@ -131,14 +249,17 @@ def known_arguments() -> frozenset[str] | None:
 
 
 def check_free_arguments(engine_args: Mapping[str, object]) -> None:
-    """Refuse arguments that a field owns, that vLLM does not know, or that updates would miss.
+    """Refuse arguments that a field owns, that vLLM does not know, or that would not do their work.
+
+    The latter have no effect here, change which model runs or what is drawn, are missed by weight
+    updates, or hold a value that cannot be compared with the engine's.
 
     Raises:
         ValueError: names all of them, each with the setting that works.
     """
     known = known_arguments()
     problems: list[str] = []
-    for name in engine_args:
+    for name, value in engine_args.items():
         if name in _OWNED:
             problems.append(f"{name!r} cannot be given here: {_OWNED[name]}")
         elif name in _NOT_UPDATABLE:
@@ -146,11 +267,19 @@ def check_free_arguments(engine_args: Mapping[str, object]) -> None:
                 f"{name!r} is not supported yet: weight updates have not been shown to be right "
                 "with it"
             )
+        elif name in _REFUSED:
+            problems.append(f"{name!r} cannot be given here: {_REFUSED[name]}")
         elif known is not None and name not in known:
-            close = difflib.get_close_matches(name, sorted(known - _NOT_UPDATABLE), n=1, cutoff=0.0)
+            usable = sorted(known - _NOT_UPDATABLE - set(_REFUSED))
+            close = difflib.get_close_matches(name, usable, n=1, cutoff=0.0)
             owner = f" ({_OWNED[close[0]]})" if close[0] in _OWNED else ""
             problems.append(
                 f"{name!r} is not an argument of the installed vLLM; nearest: {close[0]!r}{owner}"
+            )
+        elif not isinstance(value, Plain):
+            problems.append(
+                f"{name!r} is {value!r} ({type(value).__name__}), which cannot be read back from "
+                "the engine's process to verify it; expected a bool, number or string"
             )
     if problems:
         raise ValueError("engine_args: " + "; ".join(problems))

@@ -139,6 +139,7 @@ class WorkerExtension:
         """What the engine's process really runs with: plain values of its resolved config."""
         config = self.vllm_config
         parts = {
+            "engine": config,
             "model": config.model_config,
             "cache": config.cache_config,
             "parallel": config.parallel_config,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rollout_vllm.arguments import EffectiveArgument
+from rollout_vllm.arguments import EffectiveArgument, Plain
 from rollout_vllm.errors import StartError
 
 # where vLLM keeps an argument in its resolved config, if under another name (vLLM 0.32)
@@ -10,29 +10,42 @@ _RENAMED: Mapping[str, str] = {
     "scheduling_policy": "policy",
     "kv_cache_dtype": "cache_dtype",
 }
-_PLAIN = bool | int | float | str | None
+# what the engine's resolved config does not hold, and why it need not
+_NOT_REPORTED: Mapping[str, str] = {
+    "weight_transfer_config": "VllmEngine.prepare_weight_updates fails without it",
+    "disable_log_stats": "taken by AsyncLLM in the caller's process, never resolved",
+    "enable_log_requests": "taken by AsyncLLM in the caller's process, never resolved",
+}
 
 
 def check_settings(
     asked: Mapping[str, EffectiveArgument], reported: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """Refuse an engine that runs something else than was configured.
+    """Refuse an engine that runs something else than was configured, or does not say.
 
     Args:
         asked: the arguments that vLLM was given.
         reported: plain values of the engine's resolved config, by part.
 
     Raises:
-        StartError: names every difference: the argument, who set it, and both values.
+        StartError: names every difference: the argument, who set it, and both values; and every
+            argument that the report does not hold.
     """
     problems: list[str] = []
     for name, argument in asked.items():
-        if not isinstance(argument.value, _PLAIN):
+        if name in _NOT_REPORTED:
             continue
+        described = f"{name} = {argument.value!r} ({argument.origin})"
         key = _RENAMED.get(name, name)
         found = [part[key] for part in reported.values() if key in part]
+        if not found or not isinstance(argument.value, Plain):
+            problems.append(
+                f"{described} cannot be verified: the engine's resolved config holds no plain "
+                "value of that name; leave it out"
+            )
+            continue
         problems += [
-            f"{name} = {argument.value!r} ({argument.origin}), the engine reports {value!r}"
+            f"{described}, the engine reports {value!r}"
             for value in found
             if value != argument.value
         ]

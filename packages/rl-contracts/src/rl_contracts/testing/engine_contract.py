@@ -5,7 +5,8 @@ Give each check a fresh `EngineUnderTest`. A new engine is done when all of `ENG
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -254,6 +255,80 @@ def check_non_finite_loss_stops_the_step(under_test: EngineUnderTest) -> None:
     assert _same(before, _weights(engine))
 
 
+def _refused(call: Callable[[], object], *, what: str) -> str:
+    """Text of the ValueError that the call must raise; what else happens fails the check."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    except (IndexError, RuntimeError) as error:
+        raise AssertionError(f"expected ValueError for {what}, got {error!r}") from error
+    raise AssertionError(f"expected ValueError for {what}, nothing was raised")
+
+
+def check_detached_loss_is_refused(under_test: EngineUnderTest) -> None:
+    """A loss without gradient is an error where the mask holds tokens, and only there."""
+    engine = under_test.make()
+    before = _weights(engine)
+
+    def loss_fn(policy_logprobs: Float[Tensor, " tokens"], batch: PackedBatch) -> LossOutput:
+        return _reinforce(1.0)(policy_logprobs.detach(), batch)
+
+    text = _refused(
+        lambda: engine.forward_backward(_whole(under_test), loss_fn), what="a detached loss"
+    )
+    assert "gradient" in text, text
+    assert "row-0" in text, text
+    assert engine.policy_version == 0
+    assert _same(before, _weights(engine))
+    (batch,) = _whole(under_test)
+    nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    assert engine.forward_backward([nothing], loss_fn)["loss"] == 0.0
+    assert engine.optim_step().grad_norm == 0.0, "a refused loss left its gradient behind"
+
+
+def _malformed(batch: PackedBatch, vocab_size: int) -> Mapping[str, PackedBatch]:
+    """The batch with one thing wrong, by what it is."""
+    first_token_mask = batch.loss_mask.clone()
+    first_token_mask[int(batch.cu_seqlens[1])] = True
+    negative, too_high = batch.token_ids.clone(), batch.token_ids.clone()
+    negative[-1], too_high[-1] = -1, vocab_size
+    short, falling = batch.cu_seqlens.clone(), batch.cu_seqlens.clone()
+    short[-1] -= 1
+    falling[1] = falling[2] + 1
+    return {
+        "a loss mask that is True on a first token": replace(batch, loss_mask=first_token_mask),
+        "positions that are all 0": replace(batch, positions=torch.zeros_like(batch.positions)),
+        "positions that run on from one sequence to the next": replace(
+            batch, positions=torch.arange(batch.positions.shape[0])
+        ),
+        "a negative token id": replace(batch, token_ids=negative),
+        "a token id outside the vocabulary": replace(batch, token_ids=too_high),
+        "sequences that do not reach the last token": replace(batch, cu_seqlens=short),
+        "a sequence that ends before it begins": replace(batch, cu_seqlens=falling),
+    }
+
+
+def check_malformed_batches_are_refused(under_test: EngineUnderTest) -> None:
+    """What would train on garbage is refused with its trajectories, and nothing has changed."""
+    engine = under_test.make()
+    (batch,) = _whole(under_test)
+    before = _weights(engine)
+    (expected,) = engine.logprobs([batch])
+    for what, malformed in _malformed(batch, under_test.vocab_size).items():
+        pair = [batch, malformed]
+        texts = (
+            _refused(partial(engine.logprobs, pair), what=what),
+            _refused(partial(engine.forward_backward, pair, _reinforce(1.0)), what=what),
+        )
+        for text in texts:
+            assert "micro-batch 1" in text, f"{what}: {text}"
+            assert "row-0" in text, f"{what}: {text}"
+    assert engine.policy_version == 0
+    assert _same(before, _weights(engine))
+    assert torch.equal(engine.logprobs([batch])[0], expected)
+
+
 def check_checkpoint_brings_everything_back(under_test: EngineUnderTest) -> None:
     """A step after loading a checkpoint equals, bit for bit, the step after saving it."""
     engine = under_test.make()
@@ -287,5 +362,7 @@ ENGINE_CHECKS: tuple[EngineCheck, ...] = (
     check_export_is_the_callers_own,
     check_masked_rows_are_harmless,
     check_non_finite_loss_stops_the_step,
+    check_detached_loss_is_refused,
+    check_malformed_batches_are_refused,
     check_checkpoint_brings_everything_back,
 )

@@ -10,6 +10,8 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_contracts.batch_checks import inspect_batches, refuse_malformed
+from rl_contracts.loss_tally import LossTally, total_of
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult, TokenBatch
 
@@ -63,6 +65,7 @@ class ToyEngine:
 
     def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
         """See `TrainEngine.logprobs`."""
+        self._check("logprobs", micro_batches)
         with torch.no_grad():
             return [table_logprobs(self._table, batch) for batch in micro_batches]
 
@@ -70,20 +73,17 @@ class ToyEngine:
         self, micro_batches: Sequence[BatchT], loss_fn: LossFn[BatchT]
     ) -> dict[str, float]:
         """See `TrainEngine.forward_backward`."""
-        sums: dict[str, float] = {"loss": 0.0}
-        for batch in micro_batches:
-            output = loss_fn(table_logprobs(self._table, batch), batch)
-            if not torch.isfinite(output.loss):
-                ids = getattr(batch, "trajectory_ids", "a batch without trajectory ids")
-                self._table.grad = None
-                raise FloatingPointError(
-                    f"expected a finite loss, got {output.loss.item()} for trajectories {ids}; "
-                    "the gradient of this step was dropped"
-                )
-            torch.autograd.backward(output.loss)
-            for name, value in (("loss", output.loss.detach()), *output.metrics.items()):
-                sums[name] = sums.get(name, 0.0) + value.item()
-        return sums
+        tally = LossTally()
+        try:
+            self._check("forward_backward", micro_batches)
+            for batch in micro_batches:
+                policy_logprobs = table_logprobs(self._table, batch)
+                output = loss_fn(policy_logprobs, batch)
+                torch.autograd.backward(tally.add(output, batch, policy_logprobs))
+            return total_of([tally.report()], policy_version=self._version)
+        except BaseException:
+            self._table.grad = None
+            raise
 
     def optim_step(self) -> StepResult:
         """See `TrainEngine.optim_step`."""
@@ -101,6 +101,10 @@ class ToyEngine:
             self._table -= self._learning_rate * scale * gradient
         self._version = PolicyVersion(self._version + 1)
         return StepResult(policy_version=self._version, grad_norm=norm)
+
+    def _check(self, method: str, micro_batches: Sequence[TokenBatch]) -> None:
+        report = inspect_batches(micro_batches, vocab_size=self._table.shape[0])
+        refuse_malformed(method, [report])
 
     def export_weights(self) -> Iterator[NamedTensor]:
         """See `TrainEngine.export_weights`."""

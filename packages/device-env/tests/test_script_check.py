@@ -1,0 +1,299 @@
+"""Judging launch scripts line by line."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from device_env import Judge, LocatedFinding, RunFacts, ScriptError, check_script
+from device_env.cli import main
+from device_env.shell_script import follow_script
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ASCEND = {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch-npu": "2.10.0", "ray": "2.60.0"}
+NPU = Judge(versions=ASCEND, device_kind="npu")
+VLLM = Judge(versions={"vllm": "0.32.0"})
+
+
+def rows(found: list[LocatedFinding]) -> list[tuple[int, str, str]]:
+    """Line, level and variable of each finding."""
+    return [(at.line, at.finding.level, at.finding.variable) for at in found]
+
+
+def exported(text: str, environ: Mapping[str, str] | None = None) -> list[dict[str, str | None]]:
+    """The environments that a script gives to processes, without those of the caller."""
+    followed = follow_script(text, environ)
+    return [
+        {name: value.text for name, value in launch.environ.items()} for launch in followed.launches
+    ]
+
+
+def test_the_five_dead_variables_of_a_gspo_script() -> None:
+    """On a script like verl's for GSPO on NPUs the five dead variables are found, and only they.
+
+    Silent failure 22: examples/ascend_extras/gspo_trainer/run_qwen3_32b_fsdp.sh in verl.
+    """
+    found = check_script((SCRIPTS / "gspo_npu.sh").read_text(), NPU)
+    assert rows(found) == [
+        (11, "warning", "VLLM_USE_V1"),
+        (12, "warning", "VLLM_ATTENTION_BACKEND"),
+        (13, "warning", "VLLM_ASCEND_ENABLE_FLASHCOMM"),
+        (14, "warning", "VLLM_ASCEND_ENABLE_PREFETCH_MLP"),
+        (15, "warning", "VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE"),
+    ]
+
+
+def test_no_variable_that_works_is_called_dead() -> None:
+    """A script whose variables are all read gets no finding but for what was not seen."""
+    found = check_script((SCRIPTS / "megatron_npu.sh").read_text(), NPU)
+    assert rows(found) == [(3, "note", "script")]
+
+
+def test_a_script_for_two_devices_is_followed_for_the_one_that_is_named() -> None:
+    """With DEVICE given, only that arm of the script counts; without it, every arm does."""
+    text = (SCRIPTS / "moe_two_devices.sh").read_text()
+    npu = [
+        (14, "warning", "VLLM_USE_V1"),
+        (15, "error", "VLLM_VERSION"),
+        (19, "warning", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    ]
+    assert rows(check_script(text, NPU)) == npu
+    assert rows(check_script(text, NPU, environ={"DEVICE": "npu"})) == npu
+    assert check_script(text, NPU, environ={"DEVICE": "gpu"}) == []
+
+
+def test_arms_that_exclude_each_other_are_not_mixed() -> None:
+    """Two variables that undo each other are no error in different arms, and one in the same."""
+    apart = (
+        'if [ "$MODE" = fast ]; then\n  export HCCL_OP_EXPANSION_MODE=AIV\n'
+        "else\n  export HCCL_EXEC_TIMEOUT=3600\nfi\npython3 train.py\n"
+    )
+    assert check_script(apart, NPU) == []
+    together = apart.replace("else\n", "")
+    assert rows(check_script(together, NPU)) == [(3, "error", "HCCL_EXEC_TIMEOUT")]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("export VLLM_USE_V1=1", 1),
+        ("\n\nVLLM_USE_V1=1 python3 train.py", 3),
+        ("nohup env OMP_NUM_THREADS=1 VLLM_USE_V1=1 python3 train.py &", 1),
+        ("export OMP_NUM_THREADS=1 \\\n  VLLM_USE_V1=1\n", 2),
+        ("VLLM_USE_V1=1\nexport VLLM_USE_V1\n", 1),
+        ("set -a\nVLLM_USE_V1=1\n", 2),
+        ("declare -x VLLM_USE_V1=1", 1),
+        ("(\n  export VLLM_USE_V1=1\n  python3 train.py\n)", 2),
+        ("setup() {\n  export VLLM_USE_V1=1\n}\nsetup\n", 2),
+        ("import_torch_npu && export VLLM_USE_V1=1", 1),
+        ("for n in 1 2; do\n  VLLM_USE_V1=$n python3 train.py\ndone", 2),
+        ("export VLLM_USE_V1=$(nproc)", 1),
+        ("V=1\nexport VLLM_USE_V1=${V:-0}", 2),
+        (
+            """ray job submit --runtime-env-json='{\n "env_vars": {\n "VLLM_USE_V1": "1"}}' -- x""",
+            3,
+        ),
+    ],
+)
+def test_every_way_to_set_a_variable_is_seen(text: str, line: int) -> None:
+    """However a script puts a dead variable into an environment, its line is named."""
+    assert rows(check_script(text, VLLM)) == [(line, "warning", "VLLM_USE_V1")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# export VLLM_USE_V1=1",
+        "echo export VLLM_USE_V1=1",
+        "echo 'export VLLM_USE_V1=1'",
+        "cat > run.sh <<EOF\nexport VLLM_USE_V1=1\nEOF\n",
+        "ARGS=(VLLM_USE_V1=1)",
+        "[ -n x ] || export VLLM_USE_V1=1",
+        "exit 1\nexport VLLM_USE_V1=1",
+        "if false; then export VLLM_USE_V1=1; fi",
+    ],
+)
+def test_what_sets_nothing_is_left_alone(text: str) -> None:
+    """Comments, arguments, quoted text, here-documents and dead code set no variable."""
+    assert check_script(text, VLLM) == []
+
+
+def test_values_are_expanded_where_they_are_static() -> None:
+    """Earlier variables, defaults and the caller's environment are put in; the rest is unknown."""
+    text = (
+        "BASE=/data\nSUB=${SUB:-runs}\n"
+        "export A=\"$BASE/$SUB\" B='$BASE' C=$HOME/x D=$(date) E=${X:+set} F=$((1+1))\n"
+        "export G=a\\\nb\nexport G+=c\n"
+    )
+    (environ,) = exported(text)
+    assert environ == {
+        "A": "/data/runs",
+        "B": "$BASE",
+        "C": None,
+        "D": None,
+        "E": "",
+        "F": None,
+        "G": "abc",
+    }
+    (given,) = exported(text, {"SUB": "other", "X": "1", "HOME": "/root"})
+    assert (given["A"], given["C"], given["E"]) == ("/data/other", "/root/x", "set")
+
+
+def test_values_that_are_unknown_are_not_judged_and_their_names_are() -> None:
+    """A computed timeout is no error, a literal one outside its domain is."""
+    assert check_script("export HCCL_CONNECT_TIMEOUT=$(wait_time)", NPU) == []
+    found = check_script("export HCCL_CONNECT_TIMEOUT=60", NPU)
+    assert rows(found) == [(1, "error", "HCCL_CONNECT_TIMEOUT")]
+
+
+def test_a_variable_that_is_computed_is_not_taken_for_unset() -> None:
+    """The rule that asks for VLLM_ASCEND_ENABLE_NZ=0 is silent where its value is unknown."""
+    judge = Judge(versions=ASCEND, device_kind="npu", facts=RunFacts(online_weight_update=True))
+    assert check_script("export VLLM_ASCEND_ENABLE_NZ=$(nz)", judge) == []
+    assert rows(check_script("export VLLM_ASCEND_ENABLE_NZ=1", judge)) == [
+        (1, "error", "VLLM_ASCEND_ENABLE_NZ")
+    ]
+    assert rows(check_script("true\npython3 train.py\n", judge)) == [
+        (2, "error", "VLLM_ASCEND_ENABLE_NZ")
+    ]
+
+
+def test_a_variable_that_is_not_exported_is_named() -> None:
+    """An assignment that no process sees is inert, unless the script uses it itself."""
+    found = check_script("OMP_NUM_THREADS=4\npython3 train.py\n", VLLM)
+    assert rows(found) == [(1, "warning", "OMP_NUM_THREADS")]
+    assert found[0].finding.message == "assigned but not exported: no process sees it"
+    used = "OMP_NUM_THREADS=4\npython3 train.py --threads $OMP_NUM_THREADS\n"
+    assert check_script(used, VLLM) == []
+    assert check_script("OMP_NUM_THREADS=4\n", VLLM, environ={"OMP_NUM_THREADS": "1"}) == []
+
+
+def test_what_is_unset_again_does_not_count() -> None:
+    """A rule looks at what is left at the end; `env -u` and `env -i` take away too."""
+    text = (
+        "export HCCL_OP_EXPANSION_MODE=AIV HCCL_EXEC_TIMEOUT=3600\n"
+        "unset HCCL_OP_EXPANSION_MODE\npython3 train.py\n"
+    )
+    assert check_script(text, NPU) == []
+    assert exported("export A=1 B=2\nenv -u A C=3 run\nenv -i D=4 run\n") == [
+        {"B": "2", "C": "3"},
+        {"D": "4"},
+        {"A": "1", "B": "2"},
+    ]
+
+
+def test_many_choices_are_followed_up_to_a_bound_that_is_told() -> None:
+    """Where a script has more ways than are followed, that is a note, and no line is missed."""
+    text = "".join(f"if test{n}; then export A{n}=1; fi\n" for n in range(8))
+    found = check_script(text + "export VLLM_USE_V1=1\n", VLLM)
+    assert rows(found) == [(1, "note", "script"), (9, "warning", "VLLM_USE_V1")]
+
+
+def test_the_syntax_of_real_scripts_is_read() -> None:
+    """Functions, loops, process substitution, tests with operators and here-strings are read."""
+    text = r"""
+log(){ echo -e "$*" >&2; }
+clear() {
+  local name
+  while IFS='=' read -r name _; do
+    case "${name}" in
+      SLURM_*) unset "${name}" ;;
+    esac
+  done < <(env)
+}
+value() { sed -E 's#[/:.]#-#g; s/^-+//' <<<"${1}"; }
+if [[ "${A}" -ne "${B}" && -z "${C}" ]]; then exit 1; fi
+(exec 3<>/dev/tcp/"${host}"/"${port}") 2>/dev/null
+[[ "${state}" =~ (FAILED|CANCELLED) ]] && { echo "ended: ${state}" >&2; exit 1; }
+(( elapsed += 3 ))
+out+=",${item}"
+ID="$(sbatch \
+  --job-name="${JOB}" "$@")"
+for ((i = 0; i < 3; i++)); do echo $i; done
+elapsed=${URL##*:}; arr=("a" "${arr[@]}")
+cat <<-'END' | tee x 2>&1
+	don't
+	END
+export LAST=1
+"""
+    assert {"LAST": "1"} in exported(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("export A='x", r"line 1: the quote ' is not closed"),
+        ('\nexport A="x', r'line 2: the quote " is not closed'),
+        ("if true; then\n  x", r"line 2: expected 'fi', got the end of the script"),
+        ("cat <<EOF\nx", r"line 2: the here-document up to 'EOF' has no end"),
+        ("a=$(b", r"line 1: the bracket \( is not closed"),
+        ("x )", r"line 1: unexpected '\)'"),
+        ("true && ;", r"line 1: unexpected ';'"),
+    ],
+)
+def test_what_is_no_script_is_refused_with_its_line(text: str, message: str) -> None:
+    """A file that a shell would refuse is refused here, with the line."""
+    with pytest.raises(ScriptError, match=message):
+        follow_script(text)
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("device", ["npu", "gpu"])
+def test_the_environment_is_that_of_bash(script: Path, device: str, tmp_path: Path) -> None:
+    """What the follower says a script exports is what bash gives to the process it starts."""
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    for name in ("python3", "uv"):
+        (stubs / name).write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
+        (stubs / name).chmod(0o755)
+    (tmp_path / "logs").mkdir()
+    text = script.read_text()
+    runnable = tmp_path / "script.sh"
+    runnable.write_text("".join(line + "\n" for line in text.splitlines() if "source" not in line))
+    given = {"DEVICE": device, "HOME": str(tmp_path)}
+    subprocess.run(
+        ["bash", runnable],
+        cwd=tmp_path,
+        env={**given, "PATH": f"{stubs}:{os.environ['PATH']}"},
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    seen = dict(line.partition("=")[::2] for line in (tmp_path / "seen").read_text().splitlines())
+    *_, last = exported(text, given)
+    shell_adds = {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}
+    assert {name: value for name, value in seen.items() if name not in shell_adds} == last
+
+
+def test_check_of_a_script_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors make the exit status 1 and carry their line; warnings do so under --strict."""
+    versions = ["--vllm", "0.23.0", "--vllm-ascend", "0.23.0", "--torch-npu", "2.10.0"]
+    command = ["check", str(SCRIPTS / "moe_two_devices.sh"), *versions, "--device", "npu"]
+    assert main([*command, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["line"], row["level"]) for row in found] == [
+        (14, "warning"),
+        (15, "error"),
+        (19, "warning"),
+    ]
+    assert main([*command, "--with", "DEVICE=gpu"]) == 0
+    assert "nothing found" in capsys.readouterr().out
+    gspo = ["check", str(SCRIPTS / "gspo_npu.sh"), *versions]
+    assert main(gspo) == 0
+    assert "gspo_npu.sh:11: VLLM_USE_V1" in capsys.readouterr().out
+    assert main([*gspo, "--strict"]) == 1
+    assert main([*gspo, "--process-group-timeout", "1800"]) == 1
+    assert "gives up after 1800 s, before HCCL_CONNECT_TIMEOUT=3600 s" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main(["check", "--with", "DEVICE=npu"]) == 2
+    assert "--with says which way a SCRIPT goes, and none is given" in capsys.readouterr().err
+    broken = tmp_path / "broken.sh"
+    broken.write_text("if true\n")
+    assert main(["check", str(broken)]) == 2
+    assert "broken.sh: line 1: expected 'then'" in capsys.readouterr().err
