@@ -141,14 +141,9 @@ class Reference:
             return self.loss(
                 "verl",
                 name,
+                # By position: verl calls the first one old, whichever policy it is of.
                 lambda policy: function(
-                    old_log_prob=against,
-                    log_prob=policy,
-                    advantages=tokens,
-                    response_mask=mask,
-                    loss_agg_mode=aggregation,
-                    config=config,
-                    rollout_is_weights=weights,
+                    against, policy, tokens, mask, aggregation, config, weights
                 )[0],
             )
 

@@ -4,7 +4,8 @@
     uv run tools/check_env_registry.py vllm==0.33.0 --write
 
 Each wheel is downloaded into a temporary folder (hundreds of megabytes for vllm), without its
-dependencies, and only its `envs.py` is read; nothing is installed or executed. A path to a wheel stands for a download. With `--write` the names are kept in
+dependencies, and only its `envs.py` is read; nothing is installed or executed.
+A path to a wheel stands for a download. With `--write` the names are kept in
 `device_env/data/names`, where the package and its tests find them. The exit status is 1 when
 the registry says of a variable what the wheel contradicts.
 """

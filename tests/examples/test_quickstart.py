@@ -331,7 +331,7 @@ def test_settings_without_effect_are_refused() -> None:
     """A KL term without a reference, and a correction that would always be 1, are errors."""
     for setting, reason in (
         ("loop.loss.kl.coefficient=0.04", "keeps no reference policy"),
-        ("loop.loss.rollout_correction.cap=2.0", "would always be 1"),
+        ("loop.loss.rollout_correction.kind=token_truncation", "would always be 1"),
     ):
         done = run("--dry-run", setting)
         assert done.returncode == 2

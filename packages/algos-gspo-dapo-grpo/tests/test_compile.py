@@ -33,7 +33,6 @@ def backend(graph, inputs):
     graphs += 1
     return graph.forward
 
-compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
 for config in (
     GrpoLoss(dual_clip=3.0, kl=KlPenalty(coefficient=0.1), rollout_correction=TokenTruncation()),
     GspoLoss(clip_low=0.1, clip_high=0.1),
@@ -54,6 +53,8 @@ for config in (
     bypass = isinstance(config.rollout_correction, Bypass)
     selects = isinstance(config, ClipCovLoss | KlCovLoss)
     before = graphs
+    torch.compiler.reset()  # one function is compiled for at most eight configurations
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     for lengths in ((3, 0, 4), (5, 6), (2, 2, 2, 9)):
         n = sum(lengths)
         policy = (0.2 * torch.randn(n)).requires_grad_()

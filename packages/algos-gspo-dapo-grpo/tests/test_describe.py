@@ -1,19 +1,35 @@
 """The printed formula is the one that runs."""
 
+from pathlib import Path
 from textwrap import dedent
+from typing import get_args
 
+import attrs
 import pytest
 
 from algos_gspo_dapo_grpo import (
+    Bypass,
+    CispoLoss,
     DapoLoss,
+    DppoKlLoss,
     FixedNormaliser,
+    GmpoLoss,
+    GpgAdvantages,
+    GroupAdvantages,
+    GrpoAdvantages,
     GrpoLoss,
     GspoLoss,
     KlPenalty,
+    MaxRlAdvantages,
     PolicyLoss,
+    SapoLoss,
+    SequenceTruncation,
     TokenMean,
     TokenTruncation,
+    ToprLoss,
+    WeightMasking,
     describe,
+    describe_advantages,
 )
 
 EXPECTED: list[tuple[PolicyLoss, str]] = [
@@ -58,6 +74,69 @@ EXPECTED: list[tuple[PolicyLoss, str]] = [
 def test_the_formula_is_printed_with_its_numbers(config: PolicyLoss, text: str) -> None:
     """Every term that runs is printed with its numbers, and no term that does not."""
     assert describe(config) == dedent(text)
+
+
+WITH_EVERYTHING: dict[type[PolicyLoss], PolicyLoss] = {
+    CispoLoss: CispoLoss(clip_low=0.2, rollout_correction=Bypass()),
+    SapoLoss: SapoLoss(rollout_correction=WeightMasking()),
+    GmpoLoss: GmpoLoss(rollout_correction=SequenceTruncation(level="geometric")),
+    DppoKlLoss: DppoKlLoss(kl=KlPenalty(coefficient=0.1, estimator="k1+")),
+    ToprLoss: ToprLoss(rollout_correction=Bypass()),
+}
+
+
+def test_every_description_is_the_committed_one() -> None:
+    """Each member of both unions, printed; a changed default is a changed line in review."""
+    texts = []
+    for member in get_args(PolicyLoss):
+        texts.append(describe(member()))
+        if member in WITH_EVERYTHING:
+            texts.append(describe(WITH_EVERYTHING[member]))
+    texts += [describe_advantages(member()) for member in get_args(GroupAdvantages)]
+    committed = (Path(__file__).parent / "data" / "describe.txt").read_text(encoding="utf-8")
+    assert "\n\n".join(texts) + "\n" == committed
+
+
+@pytest.mark.parametrize("member", get_args(PolicyLoss), ids=lambda member: member.kind)
+def test_no_setting_of_a_loss_is_missing_from_its_description(member: type[PolicyLoss]) -> None:
+    """Whatever is changed in a configuration changes what is printed."""
+    config = member()
+    others = {
+        "aggregation": FixedNormaliser(normaliser=17.0),
+        "kl": KlPenalty(coefficient=0.3),
+        "rollout_correction": TokenTruncation(cap=3.0),
+        "dual_clip": 3.0,
+    }
+    for field in attrs.fields(member):
+        value = others.get(field.name)
+        if value is None:
+            value = 0.9 * (getattr(config, field.name) or 0.1)
+        changed = attrs.evolve(config, **{field.name: value})  # type: ignore[arg-type]  # by name
+        assert describe(changed) != describe(config), field.name
+
+
+def test_a_bypass_names_the_policy_that_the_ratio_is_against() -> None:
+    """No proximal policy appears in what is printed."""
+    text = describe(GrpoLoss(rollout_correction=Bypass()))
+    assert "exp(policy_it - rollout_it)" in text
+    assert "proximal_it" not in text
+
+
+def test_different_advantages_read_differently() -> None:
+    """Settings of advantages are printed too."""
+    texts = [
+        describe_advantages(config)
+        for config in (
+            GrpoAdvantages(),
+            GrpoAdvantages(std="population"),
+            GrpoAdvantages(epsilon=1e-4),
+            GpgAdvantages(),
+            GpgAdvantages(normaliser=2.0),
+            MaxRlAdvantages(),
+            MaxRlAdvantages(epsilon=1e-4),
+        )
+    ]
+    assert len(set(texts)) == len(texts)
 
 
 def test_different_configurations_read_differently() -> None:

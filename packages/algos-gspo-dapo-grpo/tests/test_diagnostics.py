@@ -8,6 +8,7 @@ import torch
 from algos_gspo_dapo_grpo import (
     BatchCounts,
     clipped_surrogate,
+    entropy_estimate,
     max_abs_mismatch,
     mismatch_metrics,
     surrogate_metrics,
@@ -71,3 +72,20 @@ def test_ratio_metrics_by_hand() -> None:
         }
     )
     assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_the_entropy_estimate_by_hand() -> None:
+    """Mean of 1, 2 and 3 nats over the mask; what stands outside, NaN included, has no part."""
+    logprobs = torch.tensor([math.nan, -1.0, -2.0, -3.0], requires_grad=True)
+    counts = BatchCounts(num_tokens=3, num_sequences=1)
+    entropy = entropy_estimate(logprobs, MASK, counts=counts)
+    assert entropy.item() == pytest.approx(2.0)
+    assert not entropy.requires_grad
+
+
+def test_the_entropy_estimate_is_the_entropy_in_expectation() -> None:
+    """Over all outcomes of a die, weighted as they are drawn: log 6."""
+    counts = BatchCounts(num_tokens=6, num_sequences=1)
+    logprobs = torch.full((6,), -math.log(6.0))
+    estimate = entropy_estimate(logprobs, torch.ones(6, dtype=torch.bool), counts=counts)
+    assert estimate.item() == pytest.approx(math.log(6.0))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from algos_gspo_dapo_grpo import (
+    Bypass,
     GpgAdvantages,
     GpgLoss,
     dr_grpo_advantages,
@@ -52,3 +53,9 @@ def test_the_loss_is_reinforce() -> None:
     (gradient,) = torch.autograd.grad(surrogate.losses.sum(), policy)
     assert gradient.tolist() == [-1.0, 3.0, 0.0]
     assert surrogate.ratios[2] == 1.0
+
+
+def test_a_bypass_without_a_ratio_is_refused() -> None:
+    """It would change nothing."""
+    with pytest.raises(ValueError, match=r"Bypass has no effect: .*GPG has no ratio"):
+        GpgLoss(rollout_correction=Bypass())  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Laws over random batches: layout and split change neither the loss nor its gradient."""
 
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ SLOPES = {
     )
 }
 # No deadline: the machine may be busy, and no law here is about time.
-LAW = settings(deadline=None, max_examples=12, derandomize=True)
+LAW = settings(deadline=None, max_examples=20, derandomize=True)
 EVERY_LOSS = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -311,3 +312,23 @@ def test_equal_token_advantages_are_sequence_advantages(
             loss(token_advantages)
     else:
         torch.testing.assert_close(loss(token_advantages), loss(advantages))
+
+
+@EVERY_LOSS
+def test_a_micro_batch_with_nothing_to_learn_gives_zero(config: PolicyLoss) -> None:
+    """A11: loss and gradient 0 and the backward pass runs, though every input is NaN."""
+    row = Row(
+        logprobs=torch.full((4, 3), torch.nan),
+        mask=torch.zeros(3, dtype=torch.bool),
+        selected=torch.ones(3, dtype=torch.bool),
+        advantage=float("nan"),
+    )
+    loss, gradients, metrics = _packed([row, row], config)
+    assert loss.item() == 0.0
+    assert [gradient.tolist() for gradient in gradients] == [[0.0] * 3] * 2
+    assert all(value.item() == 0.0 for value in metrics.values())
+
+
+def test_the_laws_hold_for_every_loss() -> None:
+    """A new member of the union stands in these laws."""
+    assert {type(config) for config in CONFIGS.values()} == set(get_args(PolicyLoss))

@@ -151,7 +151,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    return (ours.detach().double() - theirs).abs().max().item()
+    assert ours.shape == theirs.shape
+    return (ours.detach().double() - theirs).abs().nan_to_num(nan=torch.inf).max().item()
 
 
 def _losses(source: str, name: str, at: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -281,3 +282,32 @@ def test_every_loss_that_the_others_have_is_compared() -> None:
     assert missing == {"DapoLoss", "DecoupledPpoLoss", "ToprLoss"}
     names = {(case["source"], case["name"]) for case in DATA["cases"]}
     assert {(source, name) for source, cases in LOSSES.items() for name in cases} <= names
+
+
+@pytest.mark.parametrize("source", ["verl", "trl"])
+def test_what_bounds_a_loss_acts_on_these_inputs(source: str) -> None:
+    """Agreement would mean little if no token were clipped, left out or selected."""
+    at = {
+        name: torch.tensor(value, dtype=None if name in ("mask", "groups") else torch.float64)
+        for name, value in DATA["inputs"].items()
+    }
+    for name, configs in LOSSES[source].items():
+        for config in configs:
+            bypass = isinstance(config.rollout_correction, Bypass)
+            share = policy_loss(
+                at["policy"],
+                proximal_logprobs=None if bypass else at["proximal"],
+                advantages=at["advantages"],
+                loss_mask=at["mask"],
+                sequences=SEQUENCES,
+                config=config,
+                counts=count_batch(at["mask"], SEQUENCES),
+                rollout_logprobs=at["rollout"] if config.rollout_correction is not None else None,
+                ref_logprobs=at["ref"] if name == "clipped with kl" else None,
+                selected_tokens=_selected(config, at),
+            )
+            clipped = share.metrics["ratio/clipped/fraction"].item()
+            if isinstance(config, SapoLoss | GpgLoss | KlCovLoss):
+                assert clipped == 0.0
+            else:
+                assert 0.05 < clipped < 0.7, name

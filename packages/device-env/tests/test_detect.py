@@ -48,6 +48,11 @@ except (DeviceEnvError, ValueError) as error:
 """
 
 
+def first(folder: Path) -> str:
+    """A PYTHONPATH that begins with a folder."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 def detect(
     folder: Path,
     modules: Mapping[str, str],
@@ -61,7 +66,7 @@ def detect(
     clean = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, force],
-        env={**clean, "PYTHONPATH": str(folder), **(environ or {})},
+        env={**clean, "PYTHONPATH": first(folder), **(environ or {})},
         capture_output=True,
         text=True,
         check=True,
@@ -206,7 +211,7 @@ def test_broken_backend_extension_does_not_break_detection(tmp_path: Path) -> No
     `import torch` fails there, and a second attempt crashes the interpreter (case A39).
     """
     install_extension(tmp_path, "raise ImportError('libhccl.so: cannot open')")
-    answer = detect(tmp_path, {})
+    answer = detect(tmp_path, {}, {"CUDA_VISIBLE_DEVICES": ""})
     assert answer["kind"] == "cpu"
     assert "torch_npu" not in reason(answer, "cuda")
     assert "libhccl.so: cannot open" in reason(answer, "npu")
@@ -219,7 +224,7 @@ def test_doctor_says_that_a_broken_extension_breaks_torch(tmp_path: Path) -> Non
     def doctor(**environ: str) -> dict[str, str]:
         done = subprocess.run(
             [sys.executable, "-m", "device_env", "doctor", "--json"],
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), **environ},
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": first(tmp_path), **environ},
             capture_output=True,
             text=True,
             check=False,

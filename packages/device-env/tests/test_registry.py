@@ -189,7 +189,8 @@ def test_explain_says_unknown() -> None:
 def test_explain_of_a_name_beyond_the_registry() -> None:
     """Of a variable that only the wheels are known to read, that much is said and no more."""
     assert explain("VLLM_PORT") == (
-        "VLLM_PORT\n  read by       vllm 0.11.0, 0.15.0, 0.18.0, 0.23.0, 0.32.0\n"
+        "VLLM_PORT\n  read by       vllm "
+        "0.11.0, 0.11.1, 0.15.0, 0.18.0, 0.20.2, 0.23.0, 0.24.0, 0.28.0, 0.32.0\n"
         "  all else      unknown"
     )
 

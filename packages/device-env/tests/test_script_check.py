@@ -185,6 +185,20 @@ def test_what_is_unset_again_does_not_count() -> None:
     ]
 
 
+def test_an_environment_that_is_not_complete_yet_is_not_judged() -> None:
+    """What runs before all exports, or leaves early, does not see what the run will see."""
+    judge = Judge(versions=ASCEND, device_kind="npu", facts=RunFacts(online_weight_update=True))
+    text = (
+        'if [ "$1" = --help ]; then\n  exit 0\nfi\n'
+        "date | cut -c1-4\nmkdir -p logs\n(cd logs && ls)\nls missing || exit 1\n"
+        "export VLLM_ASCEND_ENABLE_NZ=0\npython3 train.py | tee log\n"
+    )
+    assert check_script(text, judge) == []
+    assert check_script(text + "exit 0\n", judge) == []
+    late = text.replace("export VLLM_ASCEND_ENABLE_NZ=0\n", "") + "exit $?\n"
+    assert rows(check_script(late, judge)) == [(9, "error", "VLLM_ASCEND_ENABLE_NZ")]
+
+
 def test_many_choices_are_followed_up_to_a_bound_that_is_told() -> None:
     """Where a script has more ways than are followed, that is a note, and no line is missed."""
     text = "".join(f"if test{n}; then export A{n}=1; fi\n" for n in range(8))

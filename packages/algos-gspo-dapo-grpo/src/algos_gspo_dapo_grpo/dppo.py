@@ -113,18 +113,21 @@ def dppo_token_losses(
         no objective: only its gradient has a meaning.
     """
     policy = masked_logprobs(policy_logprobs, loss_mask)
-    old = masked_logprobs(proximal_logprobs.detach(), loss_mask).to(policy.dtype)
-    ratios = ratio_of(masked_log_ratio(policy, old, loss_mask)).detach()
+    proximal = masked_logprobs(proximal_logprobs.detach(), loss_mask).to(policy.dtype)
+    ratios = ratio_of(masked_log_ratio(policy, proximal, loss_mask)).detach()
     # Positive log-probabilities exist by rounding only; exp must not overflow for them either.
     probability = torch.exp(policy.detach().clamp(max=0.0))
-    old_probability = torch.exp(old.clamp(max=0.0))
-    rises = probability > old_probability
-    falls = probability < old_probability
+    proximal_probability = torch.exp(proximal.clamp(max=0.0))
+    rises = probability > proximal_probability
+    falls = probability < proximal_probability
     if isinstance(config, DppoTvLoss):
-        distance = (probability - old_probability).abs()
+        distance = (probability - proximal_probability).abs()
     else:
-        distance = old_probability * (old - policy.detach()) + (1.0 - old_probability) * torch.log(
-            (1.0 - old_probability + BINARY_KL_EPSILON) / (1.0 - probability + BINARY_KL_EPSILON)
+        distance = proximal_probability * (proximal - policy.detach()) + (
+            1.0 - proximal_probability
+        ) * torch.log(
+            (1.0 - proximal_probability + BINARY_KL_EPSILON)
+            / (1.0 - probability + BINARY_KL_EPSILON)
         )
     left_out = torch.where(
         advantages > 0,

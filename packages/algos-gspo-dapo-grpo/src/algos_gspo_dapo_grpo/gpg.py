@@ -14,7 +14,7 @@ from torch import Tensor
 from algos_gspo_dapo_grpo.aggregation import Aggregation, TokenMean
 from algos_gspo_dapo_grpo.groups import grouped
 from algos_gspo_dapo_grpo.kl import KlPenalty
-from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
+from algos_gspo_dapo_grpo.rollout_correction import Bypass, ImportanceWeighting
 from algos_gspo_dapo_grpo.surrogate import (
     Surrogate,
     masked_log_ratio,
@@ -74,8 +74,17 @@ class GpgLoss:
     kl: KlPenalty | None = None
     """KL term against a reference policy. Default: none, as in the paper."""
 
-    rollout_correction: RolloutCorrection | None = None
-    """What is done about the sampler's mismatch. None: nothing, as in the paper."""
+    rollout_correction: ImportanceWeighting | None = attrs.field(default=None)
+    """Weights against the sampler's mismatch. None: none, as in the paper."""
+
+    @rollout_correction.validator
+    def _no_bypass(self, _: object, value: object) -> None:
+        if isinstance(value, Bypass):
+            raise ValueError(  # noqa: TRY004  # a setting out of a file, like the others
+                "GpgLoss: rollout_correction Bypass has no effect: it chooses what a ratio is "
+                "taken against, and GPG has no ratio; leave it None, weigh with TokenTruncation, "
+                "or use CispoLoss, whose detached ratio it acts on"
+            )
 
 
 def gpg_token_losses(

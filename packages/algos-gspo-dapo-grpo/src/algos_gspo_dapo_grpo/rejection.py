@@ -8,7 +8,7 @@ step, between the trainer's start-of-step log-probabilities and `count_batch`:
                       └───────▶ count_batch ──▶ policy_loss
 
 Source: Liu et al. 2025, "When Speed Kills Stability", richardli.xyz/rl-collapse; the veto as in
-verl's rollout correction.
+earlier verl releases' rollout correction.
 """
 
 import math
@@ -53,8 +53,8 @@ class Rejection:
     )
     """Reject a whole sequence if one of its tokens has a ratio below this. None: no veto.
 
-    Such a token was drawn by the sampler and is nearly impossible to the trainer. verl's
-    examples have 1e-4.
+    Such a token was drawn by the sampler and is nearly impossible to the trainer. Earlier
+    verl releases' examples have 1e-4.
     """
 
     @veto.validator

@@ -17,16 +17,18 @@ _NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES",
     "PYTHONHASHSEED", "PYTHONPATH", "RANK", "VIRTUAL_ENV", "WORLD_SIZE",
 )  # fmt: skip
-_SECRET_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+_SECRET_PARTS = (
+    "KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH", "COOKIE", "JWT",
+)  # fmt: skip
 _USER_IN_URL = re.compile(r"://[^/\s]*@")
 
 
 def snapshot(environ: Mapping[str, str], *, registry: Registry | None = None) -> dict[str, str]:
     """Variables that can change what a run does, sorted by name, without secrets.
 
-    Left out: names that contain KEY, TOKEN, SECRET, PASSWORD, PASSWD or CREDENTIAL in any
-    case, except those of the registry (TOKENIZERS_PARALLELISM), and values that are URLs
-    with a user in them.
+    Left out: names that contain one of `_SECRET_PARTS` in any case, except those of the registry
+    (TOKENIZERS_PARALLELISM), values that are URLs with a user in them, and values that hold
+    further settings (JSON) of which one is named like a secret.
     """
     known = Registry.load() if registry is None else registry
     return {
@@ -42,4 +44,5 @@ def _matters(name: str, known: Registry) -> bool:
 
 def _is_secret(name: str, value: str, known: Registry) -> bool:
     named = name not in known and any(part in name.upper() for part in _SECRET_PARTS)
-    return named or _USER_IN_URL.search(value) is not None
+    nested = "{" in value and any(part in value.upper() for part in _SECRET_PARTS)
+    return named or nested or _USER_IN_URL.search(value) is not None

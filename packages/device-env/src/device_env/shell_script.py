@@ -105,9 +105,7 @@ def follow_script(text: str, environ: Mapping[str, str] | None = None) -> Script
         exported=frozenset(environ or {}),
     )
     ends = follower.body(parse_shell(text), [start])
-    last = text.count("\n", 0, len(text.rstrip())) + 1
-    for state in ends:
-        follower.launch(state, last)
+    follower.finish(ends, text.count("\n", 0, len(text.rstrip())) + 1)
     follower.run_uncalled(ends or [start])
     return follower.result()
 
@@ -147,6 +145,7 @@ class _Follower:
         self._functions: dict[str, Function] = {}
         self._called: set[str] = set()
         self._active: list[str] = []
+        self._good_exits: list[tuple[_State, int]] = []
         self._every_way = True
 
     def result(self) -> ScriptEnvironment:
@@ -163,6 +162,14 @@ class _Follower:
             every_way=self._every_way,
         )
 
+    def finish(self, states: list[_State], line: int) -> None:
+        """The environments at the end; for a script that ends in an exit, at its last good one."""
+        reached = [(state, line) for state in states if state.flow != "ended"]
+        last = max((place for _, place in self._good_exits), default=line)
+        for state, place in reached or self._good_exits:
+            if reached or place == last:
+                self.launch(state, place)
+
     def run_uncalled(self, states: list[_State]) -> None:
         """Look into functions that the script defines for others."""
         for name in [name for name in self._functions if name not in self._called]:
@@ -170,7 +177,9 @@ class _Follower:
 
     def launch(self, state: _State, line: int) -> None:
         environ = state.environ()
-        key = (frozenset((name, value.text) for name, value in environ.items()),)
+        key: tuple[object, ...] = (
+            frozenset((name, value.text) for name, value in environ.items()),
+        )
         self._launches.setdefault(key, Launch(environ, line))
 
     # -- the ways through the script ----------------------------------------------------------
@@ -213,8 +222,9 @@ class _Follower:
                     for state in after
                 ]
             return after
+        before = [state.environ() for state in states]
         for inner in self.body(node.body, states):
-            if inner.flow == "on":
+            if inner.flow == "on" and inner.environ() not in before:
                 self.launch(inner, _last_line(node))
         return [attrs.evolve(state, status=None) for state in states]
 
@@ -335,7 +345,7 @@ class _Follower:
             case "exit":
                 code = self._expand(words[1], state).text if len(words) > 1 else "0"
                 if code in {"0", None}:
-                    self.launch(state, line)
+                    self._good_exits.append((state, line))
                 return attrs.evolve(state, flow="ended")
             case "return":
                 return attrs.evolve(state, flow="returned", status=None)

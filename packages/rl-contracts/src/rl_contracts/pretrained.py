@@ -92,12 +92,17 @@ def _copy_others(source: Path, folder: Path, dtype_name: str) -> None:
 
 def _write_weights(weights: Iterable[NamedTensor], folder: Path, max_file_bytes: int) -> None:
     """One model.safetensors, or numbered ones and the index that says which holds what."""
+    mode_source = folder / "mode"
+    mode_source.touch()  # has the mode that this process gives new files
     files: list[list[str]] = []
     held: dict[str, Tensor] = {}
     held_bytes = total_bytes = 0
 
     def write() -> None:
-        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        part = folder / f"part-{len(files)}"
+        save_file(held, part, metadata={"format": "pt"})
+        # safetensors makes files that nobody else may read; samplers often run as other users.
+        shutil.copymode(mode_source, part)
         files.append(list(held))
         held.clear()
 
@@ -109,6 +114,7 @@ def _write_weights(weights: Iterable[NamedTensor], folder: Path, max_file_bytes:
         held_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     write()
+    mode_source.unlink()
     if len(files) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return

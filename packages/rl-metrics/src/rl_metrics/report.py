@@ -22,7 +22,20 @@ from rl_metrics.svg import line_chart, number
 from rl_metrics.visible import visible
 
 _SECRET_WORDS = frozenset(
-    {"key", "token", "secret", "password", "passwd", "credential", "credentials", "auth", "cookie"}
+    {
+        "apikey",
+        "auth",
+        "cookie",
+        "credential",
+        "credentials",
+        "jwt",
+        "key",
+        "passwd",
+        "password",
+        "pwd",
+        "secret",
+        "token",
+    }
 )
 
 
