@@ -1,0 +1,200 @@
+"""The loop over fakes: which prompts, seeds and settings reach the sampler and the trainer."""
+
+import asyncio
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from algos_gspo_dapo_grpo import BatchCounts, DapoLoss, GrpoLoss, GspoLoss
+from async_policy import Actor, Scheduler
+from rl_contracts import Completion, PolicyVersion, SamplingParams
+from rl_contracts.train import PackedBatch, StepResult
+from rl_tasks import (
+    ChatMessage,
+    EncodedProblem,
+    LastNumber,
+    Problem,
+    PromptOrder,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from actors import SamplerActor, Trainer, TrainResult
+from grpo import LoopConfig, Task, sampling_seed, train
+
+NUM_PROBLEMS = 5
+
+
+@dataclass
+class Tokenizer:
+    """Token 10 + d is the digit d."""
+
+    bos_token_id: int | None = None
+
+    def apply_chat_template(self, *_: object, **__: object) -> list[int]:
+        return [1]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002  # transformers' signature
+        return "".join(str(token - 10) for token in token_ids)
+
+
+@dataclass
+class FakeSampler:
+    """Answers 0, 1, 2, ... whatever it is asked, and writes down what it was asked."""
+
+    asked: list[tuple[tuple[int, ...], int, SamplingParams, int]] = field(default_factory=list)
+    version: int = 0
+
+    async def call(self, method: Callable[..., object], *arguments: object) -> object:
+        if method is SamplerActor.load:
+            self.version = cast("int", arguments[0])
+            return None
+        assert method is SamplerActor.sample
+        prompt_ids, num_samples, params = cast(
+            "tuple[tuple[int, ...], int, SamplingParams]", arguments
+        )
+        self.asked.append((prompt_ids, num_samples, params, self.version))
+        return [
+            Completion(
+                token_ids=(10 + member,),
+                rollout_logprobs=(-1.0,),
+                policy_versions=(PolicyVersion(self.version),),
+                finish_reason="stop",
+            )
+            for member in range(num_samples)
+        ]
+
+
+@dataclass
+class FakeTrainer:
+    """Counts steps and writes down what it was given."""
+
+    ranks: tuple[int, ...] = (0, 1)
+    version: int = 0
+    given: list[tuple[list[list[PackedBatch]], "functools.partial[object]"]] = field(
+        default_factory=list
+    )
+
+    async def train(
+        self, shares: list[list[PackedBatch]], loss_fn: "functools.partial[object]"
+    ) -> TrainResult:
+        self.given.append((shares, loss_fn))
+        self.version += 1
+        step = StepResult(policy_version=PolicyVersion(self.version), grad_norm=1.0)
+        return TrainResult(step=step, metrics={"loss": 0.0}, seconds=1.0)
+
+    async def publish(self, dtype: str) -> int:
+        assert dtype == "float32"
+        return self.version
+
+
+def problems() -> list[EncodedProblem]:
+    return [
+        EncodedProblem(
+            problem=Problem(
+                problem_id=f"p{index}",
+                messages=(ChatMessage(role="user", content="?"),),
+                ground_truth="1",
+                data_source="test",
+            ),
+            prompt_ids=(100 + index, 2),
+        )
+        for index in range(NUM_PROBLEMS)
+    ]
+
+
+def run(config: LoopConfig) -> tuple[FakeSampler, FakeTrainer, list[tuple[int, dict[str, float]]]]:
+    sampler, trainer = FakeSampler(), FakeTrainer()
+    steps: list[tuple[int, dict[str, float]]] = []
+    evaluated: list[int] = []
+
+    async def evaluate() -> dict[str, float]:
+        evaluated.append(sampler.version)
+        return {"reward/heldout/mean": float(sampler.version)}
+
+    async def finish_step(step: int, metrics: dict[str, float]) -> bool:
+        steps.append((step, metrics))
+        return True
+
+    asyncio.run(
+        train(
+            config,
+            Task(
+                train=problems(), heldout=(), rewards={"test": LastNumber()}, tokenizer=Tokenizer()
+            ),
+            Scheduler(config.schedule()),
+            cast("Trainer", trainer),
+            cast("Actor[SamplerActor]", sampler),
+            dtype="float32",
+            evaluate=evaluate,
+            finish_step=finish_step,
+        )
+    )
+    return sampler, trainer, steps
+
+
+def config_of(**changes: object) -> LoopConfig:
+    settings: dict[str, object] = {
+        "num_steps": 4,
+        "groups_per_step": 2,
+        "group_size": 3,
+        "max_staleness": 0,
+        "max_new_tokens": 5,
+        "temperature": 0.7,
+        "evaluate_every": 3,
+        "seed": 9,
+        "max_tokens_per_micro_batch": 9,
+    }
+    return LoopConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def test_prompts_seeds_and_settings_reach_the_sampler() -> None:
+    """The prompts are those of `PromptOrder`, each with its own seed and the loop's settings."""
+    sampler, _, _ = run(config_of())
+    draws = PromptOrder(num_problems=NUM_PROBLEMS, seed=9).take(8)
+    assert [prompt for prompt, *_ in sampler.asked] == [(100 + d.problem, 2) for d in draws]
+    assert [params.seed for _, _, params, _ in sampler.asked] == [
+        sampling_seed("train", 9, str(index)) for index in range(8)
+    ]
+    assert {num_samples for _, num_samples, _, _ in sampler.asked} == {3}
+    assert {(p.max_new_tokens, p.temperature, p.top_p) for _, _, p, _ in sampler.asked} == {
+        (5, 0.7, 1.0)
+    }
+
+
+def test_every_step_is_sampled_from_the_weights_before_it() -> None:
+    """In turn, step s is sampled at version s; with one step of staleness at s - 1 or s."""
+    sampler, _, steps = run(config_of())
+    assert [version for *_, version in sampler.asked] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {metrics["staleness/trajectory/max"] for _, metrics in steps} == {0.0}
+    sampler, _, steps = run(config_of(max_staleness=1))
+    assert all(
+        version in {index // 2 - 1, index // 2} for index, (*_, version) in enumerate(sampler.asked)
+    )
+    assert max(metrics["staleness/trajectory/max"] for _, metrics in steps) == 1.0
+
+
+def test_loss_and_counts_reach_the_trainer() -> None:
+    """The configured loss and the counts of the whole step arrive; rows fit the token budget."""
+    for loss in (GrpoLoss(clip_low=0.1), GspoLoss(), DapoLoss()):
+        _, trainer, _ = run(config_of(loss=loss))
+        assert len(trainer.given) == 4
+        for shares, loss_fn in trainer.given:
+            assert loss_fn.keywords["config"] == loss
+            # two groups of three answers 0, 1, 2 of which one is right: all six rows count
+            assert loss_fn.keywords["counts"] == BatchCounts(num_tokens=6, num_sequences=6)
+            assert len(shares) == 2
+            batches = [batch for share in shares for batch in share]
+            assert all(batch.token_ids.shape[0] <= 9 for batch in batches)
+            assert sum(int(batch.loss_mask.sum()) for batch in batches) == 6
+
+
+def test_evaluations_stand_where_they_were_asked_for() -> None:
+    """Every third step and the last, on the version that the step made."""
+    _, _, steps = run(config_of())
+    assert [step for step, _ in steps] == [1, 2, 3, 4]
+    found = {s: m["reward/heldout/mean"] for s, m in steps if "reward/heldout/mean" in m}
+    assert found == {3: 3.0, 4: 4.0}
