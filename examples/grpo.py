@@ -21,10 +21,12 @@ from torch import Tensor
 
 from algos_gspo_dapo_grpo import (
     BatchCounts,
+    ClipCovLoss,
     DapoLoss,
     GroupAdvantages,
     GrpoAdvantages,
     GrpoLoss,
+    KlCovLoss,
     PolicyLoss,
     Sequences,
     group_advantages,
@@ -88,6 +90,11 @@ class LoopConfig:
 
     @loss.validator
     def _only_what_takes_effect(self, _: object, loss: PolicyLoss) -> None:
+        if isinstance(loss, ClipCovLoss | KlCovLoss):
+            raise ValueError(  # noqa: TRY004  # a setting, not a type, is wrong
+                f"loop.loss.kind = {loss.kind} needs tokens chosen over the whole batch with the "
+                "trainer's logprobs, which this loop does not compute; choose another kind"
+            )
         if not isinstance(loss, DapoLoss) and loss.kl is not None:
             raise ValueError(
                 "this loop keeps no reference policy, so a KL term has nothing to be measured "

@@ -9,7 +9,7 @@ feature, and shows the refusal, if there is one, in the package's own words.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from algos_gspo_dapo_grpo import DapoLoss, GrpoLoss, GspoLoss, KlPenalty, TokenTruncation
+from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty, TokenTruncation
 from engine_fsdp import FsdpConfig, OptimConfig as FsdpOptim
 from engine_veomni import OptimConfig as VeomniOptim, VeomniConfig
 from parallel_state import ExtraParallelSizes, ParallelState
@@ -99,15 +99,14 @@ PROBES = (
         Probe(part="algos-gspo-dapo-grpo", feature=feature, construct=construct)
         for feature, construct in (
             (
-                "GRPO, also with KL, dual clip and rollout correction",
+                "grpo with KL, dual clip and rollout correction",
                 lambda: GrpoLoss(
                     kl=KlPenalty(coefficient=0.04),
                     dual_clip=3.0,
                     rollout_correction=TokenTruncation(),
                 ),
             ),
-            ("DAPO", DapoLoss),
-            ("GSPO", GspoLoss),
+            *((loss.kind, loss) for loss in get_args(PolicyLoss)),
             ("k1 as a loss", lambda: KlPenalty(coefficient=0.1, estimator="k1")),  # type: ignore[arg-type]
         )
     ]

@@ -49,7 +49,8 @@ class Groups(NamedTuple):
         scored = self.scored.to(self.rewards.dtype)
         weights = scored if weights is None else weights * scored
         total = self.sum(weights)
-        comparable = self.scored & (self.num_scored > 1) & (total > 0)
+        # A single scored sample is its own lowest reward and mean, so it needs no case.
+        comparable = self.scored & (total > 0)
         mean = self.sum(weights * self.above_lowest) / torch.where(total > 0, total, 1.0)
         return torch.where(comparable, self.above_lowest - mean, 0.0)
 
