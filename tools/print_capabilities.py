@@ -8,8 +8,9 @@ feature, and shows the refusal, if there is one, in the package's own words.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
-from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty, TokenTruncation
+from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty, PolicyLoss, TokenTruncation
 from engine_fsdp import FsdpConfig, OptimConfig as FsdpOptim
 from engine_veomni import OptimConfig as VeomniOptim, VeomniConfig
 from parallel_state import ExtraParallelSizes, ParallelState
