@@ -9,9 +9,6 @@ Layout: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py, `LlamaMode
 """
 
 import importlib.metadata
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
+from model_cache import cache_root, made_once
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -52,11 +50,6 @@ TENSOR_NAMES = {
 }
 
 
-def cache_root() -> Path:
-    """The user's cache folder of these examples."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-workspace"
-
-
 def default_cache() -> Path:
     """Where the converted model is kept."""
     version = importlib.metadata.version(DISTRIBUTION)
@@ -66,29 +59,9 @@ def default_cache() -> Path:
 Rows = npt.NDArray[np.float32]
 
 
-def smollm2_folder(folder: Path | None = None) -> Path:
-    """The converted model; converts it first if it is not there yet.
-
-    Args:
-        folder: where it is or shall be; None for the user's cache.
-    """
-    target = default_cache() if folder is None else folder
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Converted beside its place and moved there whole, so that a killed conversion leaves nothing
-    # that looks finished.
-    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-    try:
-        convert(work)
-        try:
-            work.rename(target)
-        except OSError:
-            if not target.is_dir():  # not just another process that was faster
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
+def smollm2_folder() -> Path:
+    """The converted model; converts it first if it is not there yet."""
+    return made_once(default_cache(), convert)
 
 
 def convert(folder: Path) -> None:

@@ -7,12 +7,10 @@ sometimes: something for reinforcement learning to find.
 
 import hashlib
 import random
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
-from smollm2 import cache_root
+from model_cache import cache_root, made_once
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -53,21 +51,14 @@ def model_folder() -> Path:
 
 def tiny_moe_folder() -> Path:
     """The model as a Hugging Face folder; made first if it is not there yet."""
-    target = model_folder()
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-    try:
-        tokenizer = character_tokenizer()
-        model = warmed_up(tokenizer)
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        if not target.is_dir():
-            work.rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
+    return made_once(model_folder(), make)
+
+
+def make(folder: Path) -> None:
+    """Write model and tokenizer into an existing folder."""
+    tokenizer = character_tokenizer()
+    warmed_up(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
