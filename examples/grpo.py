@@ -35,7 +35,15 @@ from algos_gspo_dapo_grpo import (
     mismatch_metrics,
     policy_loss,
 )
-from async_policy import Actor, Batch, Rollouts, Scheduler, SchedulerConfig, Ticket
+from async_policy import (
+    Actor,
+    Batch,
+    ConsumptionOrder,
+    Rollouts,
+    Scheduler,
+    SchedulerConfig,
+    Ticket,
+)
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
 from rl_contracts.packing import pack
 from rl_contracts.train import LossOutput, PackedBatch
@@ -59,6 +67,16 @@ class LoopConfig:
     """Most optimizer steps between a trajectory's oldest token and the weights trained on it.
 
     0 samples and trains strictly in turn; the default overlaps them by one step."""
+
+    order: ConsumptionOrder = attrs.field(
+        default="data", validator=attrs.validators.in_(("data", "completion"))
+    )
+    """Which groups a step trains on: ``data`` takes them in the order of the prompts, the same in
+    every run; ``completion`` those that are done, which is faster where lengths differ a lot."""
+
+    publish_every: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    """Optimizer steps between two publishes; at most ``max_staleness + 1``. Default: every step,
+    which keeps the data as fresh as it can be."""
 
     max_new_tokens: int = attrs.field(validator=attrs.validators.ge(1))
     """Longest completion, in tokens."""
@@ -87,6 +105,16 @@ class LoopConfig:
 
     seed: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     """Of the prompt order and of the sampling."""
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse settings of the schedule that do not go together."""
+        interval = self.schedule().max_publish_interval
+        if self.publish_every > interval:
+            raise ValueError(
+                f"loop.publish_every = {self.publish_every} leaves nothing to train on after "
+                f"{interval} steps with loop.max_staleness = {self.max_staleness}; set "
+                f"max_staleness to {self.publish_every - 1} or more"
+            )
 
     @loss.validator
     def _only_what_takes_effect(self, _: object, loss: PolicyLoss) -> None:
@@ -124,6 +152,7 @@ class LoopConfig:
             num_steps=self.num_steps,
             groups_per_step=self.groups_per_step,
             max_staleness=self.max_staleness,
+            order=self.order,
         )
 
 
@@ -295,7 +324,10 @@ async def train(
             )
             rollouts.trained(result.step.policy_version)
             published = time.monotonic()
-            await rollouts.publish(result.step.policy_version)
+            step = result.step.policy_version
+            evaluated = step % config.evaluate_every == 0 or step == config.num_steps
+            if step % config.publish_every == 0 or evaluated:
+                await rollouts.publish(step)
             now = time.monotonic()
             metrics |= {
                 **{name: value for name, value in result.metrics.items() if name != "loss"},
@@ -311,8 +343,7 @@ async def train(
                 / result.seconds,
             }
             begin = now
-            step = result.step.policy_version
-            if step % config.evaluate_every == 0 or step == config.num_steps:
+            if evaluated:
                 metrics |= await evaluate()
             if not await finish_step(step, metrics):
                 return

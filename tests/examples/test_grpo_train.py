@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from algos_gspo_dapo_grpo import BatchCounts, DapoLoss, GrpoLoss, GspoLoss
 from async_policy import Actor, Scheduler
 from rl_contracts import Completion, PolicyVersion, SamplingParams
@@ -198,3 +200,31 @@ def test_evaluations_stand_where_they_were_asked_for() -> None:
     assert [step for step, _ in steps] == [1, 2, 3, 4]
     found = {s: m["reward/heldout/mean"] for s, m in steps if "reward/heldout/mean" in m}
     assert found == {3: 3.0, 4: 4.0}
+
+
+def test_weights_are_published_as_often_as_asked() -> None:
+    """Every second step, with staleness 1: steps 2 and 3 train on what version 2 answered."""
+    sampler, _, steps = run(config_of(max_staleness=1, publish_every=2, evaluate_every=9))
+    assert {version for *_, version in sampler.asked} == {0, 2}
+    assert [metrics["staleness/trajectory/max"] for _, metrics in steps] == [0.0, 1.0, 0.0, 1.0]
+    assert sampler.version == 4  # the last step's weights are those that are evaluated
+
+
+def test_publishing_too_rarely_is_refused_before_anything_runs() -> None:
+    """With staleness 1 nothing could be trained on after the second step."""
+    with pytest.raises(ValueError, match=r"publish_every = 3 leaves .* max_staleness to 2"):
+        config_of(max_staleness=1, publish_every=3)
+
+
+def test_completion_order_trains_on_every_prompt_once() -> None:
+    """Whichever is done first: each of the eight groups is trained on once, in some step."""
+    _, trainer, steps = run(config_of(max_staleness=1, order="completion"))
+    trained = [
+        trajectory_id.split("/")[0]
+        for shares, _ in trainer.given
+        for share in shares
+        for batch in share
+        for trajectory_id in batch.trajectory_ids
+    ]
+    assert {name: trained.count(name) for name in trained} == {f"group-{i}": 3 for i in range(8)}
+    assert max(metrics["staleness/trajectory/max"] for _, metrics in steps) <= 1.0

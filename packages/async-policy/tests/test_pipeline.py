@@ -321,8 +321,9 @@ def test_late_batch_names_the_missing_groups() -> None:
     )
     with pytest.raises(
         WaitTimeoutError,
-        match=r"the trainer waited 0\.05 s for the batch of version 0 \(limit: batch_s\): 2 of its "
-        r"3 groups are still being sampled: group 1 \(step 0\), for 0\.\d s; group 2 \(step 0\)",
+        match=r"the trainer waited 0\.05 s for the batch of version 0 \(limit: batch_s\): 1 of "
+        r"3 groups are there, and 2 are still being sampled: group 1 \(step 0\), for 0\.\d s; "
+        r"group 2 \(step 0\)",
     ):
         asyncio.run(run_loop(toy, rollouts))
 

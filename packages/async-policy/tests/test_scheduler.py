@@ -1,12 +1,19 @@
 """The scheduler: capacity by hand, the bound and the order under random schedules, restores."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from async_policy import JsonValue, Scheduler, SchedulerConfig, Ticket, VersionError
+from async_policy import (
+    ConsumptionOrder,
+    JsonValue,
+    Scheduler,
+    SchedulerConfig,
+    Ticket,
+    VersionError,
+)
 from rl_contracts.rollout import PolicyVersion
 
 
@@ -16,9 +23,10 @@ def version(number: int) -> PolicyVersion:
 
 def restored(trained_version: int, config: SchedulerConfig) -> Scheduler:
     state: JsonValue = {
-        "format": 1,
+        "format": 2,
         "trained_version": trained_version,
         "groups_per_step": config.groups_per_step,
+        "trained_ahead": [],
     }
     return Scheduler.from_state(state, config)
 
@@ -99,8 +107,8 @@ def test_publishing_every_third_step_needs_staleness_two() -> None:
     stalled = run(1)
     assert stalled.trained_version == 2
     assert stalled.stall_reason == (
-        "the samplers run version 0, the trainer has version 2, and max_staleness is 1: nothing "
-        "may be sampled until version 1 or later is published"
+        "the samplers run version 0, the trainer has version 2, and max_staleness is 1: the batch "
+        "cannot be completed until version 1 or later is published"
     )
 
 
@@ -161,7 +169,7 @@ def test_stale_group_at_consumption_raises() -> None:
     scheduler.trained(version(1))
     scheduler.published(version(1))
     sample_all(scheduler)
-    scheduler._waiting[1] = replace(scheduler._waiting[1], oldest_version=version(0))
+    scheduler._waiting[1] = (scheduler._waiting[1][0], version(0))
     with pytest.raises(VersionError, match="has staleness 1, above max_staleness 0"):
         scheduler.take_batch()
 
@@ -212,11 +220,11 @@ def test_restore_with_settings_that_would_break_the_order_is_refused() -> None:
         Scheduler.from_state(state, SchedulerConfig(num_steps=2, groups_per_step=8))
     with pytest.raises(ValueError, match=r"has 5 steps behind it, .* has num_steps 4"):
         restored(5, SchedulerConfig(num_steps=4, groups_per_step=1))
-    with pytest.raises(ValueError, match=r"expected a scheduler state of format 1, got \[1\]"):
+    with pytest.raises(ValueError, match=r"expected a scheduler state of format 2, got \[1\]"):
         Scheduler.from_state([1], SchedulerConfig(num_steps=1, groups_per_step=1))
     with pytest.raises(ValueError, match=r"expected trained_version as an int .* got 'x'"):
         Scheduler.from_state(
-            {"format": 1, "trained_version": "x"}, SchedulerConfig(num_steps=1, groups_per_step=1)
+            {"format": 2, "trained_version": "x"}, SchedulerConfig(num_steps=1, groups_per_step=1)
         )
 
 
@@ -225,7 +233,7 @@ def test_config_bounds(name: str) -> None:
     """Steps and groups start at 1, staleness at 0."""
     values = {"num_steps": 1, "groups_per_step": 1, "max_staleness": 0}
     with pytest.raises(ValueError, match=f"'{name}' must be >= "):
-        SchedulerConfig(**(values | {name: values[name] - 1}))
+        SchedulerConfig(**(values | {name: values[name] - 1}))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -305,27 +313,132 @@ class World:
             self.train()
 
 
-@settings(max_examples=400, deadline=None)
+def schedules() -> st.SearchStrategy[SchedulerConfig]:
+    """Any schedule, with and without a bound that is finer than a step, in either order."""
+
+    def build(
+        num_steps: int, size: int, max_staleness: int, less: int, order: ConsumptionOrder
+    ) -> SchedulerConfig:
+        lead = (max_staleness + 1) * size - less % size
+        return SchedulerConfig(
+            num_steps=num_steps,
+            groups_per_step=size,
+            max_staleness=max_staleness,
+            max_lead_groups=lead if less and max_staleness else None,
+            order=order if max_staleness else "data",
+        )
+
+    return st.builds(
+        build,
+        st.integers(1, 6),
+        st.integers(1, 4),
+        st.integers(0, 4),
+        st.integers(0, 3),
+        st.sampled_from(("data", "completion")),
+    )
+
+
+@settings(max_examples=600, deadline=None)
 @given(
-    config=st.builds(
-        SchedulerConfig,
-        num_steps=st.integers(1, 6),
-        groups_per_step=st.integers(1, 4),
-        max_staleness=st.integers(0, 4),
-    ),
+    config=schedules(),
     actions=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 60)), max_size=120),
 )
-def test_any_schedule_trains_each_group_once_in_order_and_within_the_bound(
+def test_any_schedule_trains_each_group_once_and_within_the_bound(
     config: SchedulerConfig, actions: list[tuple[int, int]]
 ) -> None:
-    """Random orders, latencies, losses, publishes, deaths: in order, once, never too stale."""
+    """Random latencies, losses, publishes, deaths: once, never too stale; in order if asked."""
     world = World(Scheduler(config))
     for action, choice in actions:
         world.act(action, choice)
-        assert world.consumed == list(range(len(world.consumed)))
+        assert len(set(world.consumed)) == len(world.consumed)
+        if config.order == "data":
+            assert world.consumed == list(range(len(world.consumed)))
     world.finish()
-    assert world.consumed == list(range(config.num_groups))
+    assert sorted(world.consumed) == list(range(config.num_groups))
     assert all(0 <= staleness <= config.max_staleness for staleness in world.staleness)
+
+
+def test_completion_order_overtakes_until_a_group_would_be_too_stale() -> None:
+    """Staleness 1, 2 groups a step, group 0 slow: step 0 goes on without it, step 1 waits for it.
+
+    Four groups start under version 0, with deadline 1. Step 0 may leave (1 - 0) * 2 = 2 of them
+    behind, step 1 none.
+    """
+    config = SchedulerConfig(num_steps=4, groups_per_step=2, max_staleness=1, order="completion")
+    scheduler = Scheduler(config)
+    tickets = scheduler.admit()
+    assert [ticket.index for ticket in tickets] == [0, 1, 2, 3]
+    scheduler.complete(tickets[3], version(0))
+    scheduler.complete(tickets[1], version(0))
+    batch = scheduler.take_batch()
+    assert batch is not None
+    assert [group.ticket.index for group in batch] == [1, 3]
+    scheduler.trained(version(1))
+    scheduler.published(version(1))
+    for ticket in scheduler.admit():  # 4 and 5, under version 1
+        scheduler.complete(ticket, version(1))
+    scheduler.complete(tickets[2], version(0))
+    assert scheduler.num_waiting == 3
+    assert scheduler.take_batch() is None  # 4 and 5 must not overtake group 0 any more
+    scheduler.complete(tickets[0], version(0))
+    batch = scheduler.take_batch()
+    assert batch is not None
+    assert [(group.ticket.index, group.staleness) for group in batch] == [(0, 1), (2, 1)]
+
+
+def test_resume_in_completion_order_skips_what_was_trained_ahead() -> None:
+    """1 and 3 were trained on, 0 and 2 were not: after a resume 0, 2, 4 and 5 are sampled."""
+    config = SchedulerConfig(num_steps=3, groups_per_step=2, max_staleness=1, order="completion")
+    scheduler = Scheduler(config)
+    tickets = scheduler.admit()
+    for index in (1, 3):
+        scheduler.complete(tickets[index], version(0))
+    assert scheduler.take_batch() is not None
+    scheduler.trained(version(1))
+    state = json.loads(json.dumps(scheduler.state()))
+    assert state["trained_ahead"] == [1, 3]
+    resumed = Scheduler.from_state(state, config)
+    resumed.published(version(1))
+    assert sample_all(resumed) == [0, 2, 4, 5]
+    in_order = SchedulerConfig(num_steps=3, groups_per_step=2, max_staleness=1)
+    with pytest.raises(ValueError, match=r"trained on 2 groups ahead .* keep order 'completion'"):
+        Scheduler.from_state(state, in_order)
+    with pytest.raises(ValueError, match="do not go together"):
+        Scheduler.from_state({**state, "trained_ahead": [0, 3]}, config)
+
+
+def test_a_lead_in_groups_is_finer_than_a_step() -> None:
+    """Staleness 1 with 3 instead of 4 groups: 3 start, and each publish lets 2 more in."""
+    config = SchedulerConfig(num_steps=9, groups_per_step=2, max_staleness=1, max_lead_groups=3)
+    scheduler = Scheduler(config)
+    assert sample_all(scheduler) == [0, 1, 2]
+    assert scheduler.take_batch() is not None
+    scheduler.trained(version(1))
+    assert scheduler.stall_reason == (
+        "the samplers run version 0, the trainer has version 1, and max_lead_groups is 3: the "
+        "batch cannot be completed until version 1 or later is published"
+    )
+    scheduler.published(version(1))
+    assert sample_all(scheduler) == [3, 4]
+    batch = scheduler.take_batch()
+    assert batch is not None
+    assert [group.staleness for group in batch] == [1, 0]
+    assert config.max_publish_interval == 1
+    assert (
+        SchedulerConfig(num_steps=9, groups_per_step=2, max_staleness=2).max_publish_interval == 3
+    )
+
+
+def test_settings_without_effect_are_refused() -> None:
+    """A lead that is another staleness, and an order where there is nothing to overtake."""
+    with pytest.raises(
+        ValueError, match=r"lets groups become 2 steps stale, .* max_staleness to 2"
+    ):
+        SchedulerConfig(num_steps=1, groups_per_step=2, max_staleness=1, max_lead_groups=5)
+    with pytest.raises(ValueError, match=r"no step could ever have its 2 groups"):
+        SchedulerConfig(num_steps=1, groups_per_step=2, max_lead_groups=1)
+    with pytest.raises(ValueError, match="no effect with max_staleness = 0"):
+        SchedulerConfig(num_steps=1, groups_per_step=2, order="completion")
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 4])

@@ -27,7 +27,14 @@ from async_policy.ray_cluster import (
     local_cluster,
     wait_ready,
 )
-from async_policy.scheduler import ReadyGroup, Scheduler, SchedulerConfig, Ticket
+from async_policy.scheduler import (
+    ConsumptionOrder,
+    ReadyGroup,
+    Scheduler,
+    SchedulerConfig,
+    Ticket,
+)
+from async_policy.verl_settings import VerlAsyncSettings, VerlTranslation, from_verl
 
 __all__ = [
     "Actor",
@@ -42,6 +49,7 @@ __all__ = [
     "CheckpointStore",
     "Cluster",
     "ClusterError",
+    "ConsumptionOrder",
     "GroupLostError",
     "JsonValue",
     "ReadyGroup",
@@ -52,9 +60,12 @@ __all__ = [
     "StalledError",
     "Ticket",
     "Timeouts",
+    "VerlAsyncSettings",
+    "VerlTranslation",
     "VersionError",
     "WaitTimeoutError",
     "describe_failure",
+    "from_verl",
     "local_cluster",
     "read_json",
     "wait_ready",

@@ -69,13 +69,13 @@ class Batch(Generic[GroupT]):
     """Trained version that consumes it; the optimizer step leads to one more."""
 
     tickets: tuple[Ticket, ...]
-    """One per group, in data order."""
+    """One per group, by index."""
 
     groups: tuple[GroupT, ...]
-    """What `sample` returned, in data order."""
+    """What `sample` returned, by index."""
 
     staleness: tuple[int, ...]
-    """One per group: optimizer steps between its oldest token and `version`."""
+    """One per group, by index: optimizer steps between its oldest token and `version`."""
 
     waited_s: float
     """Seconds that the loop stood still until this batch was complete."""
@@ -83,7 +83,7 @@ class Batch(Generic[GroupT]):
 
 @final
 class Rollouts(Generic[GroupT]):
-    """Samples groups in the background and hands them out as batches, in data order.
+    """Samples groups in the background and hands them out as batches, in the scheduler's order.
 
     Use it with ``async with``: on the way out every sampling task is cancelled and awaited.
     """
@@ -319,10 +319,12 @@ class Rollouts(Generic[GroupT]):
     def _late_batch(self, now: float) -> str:
         scheduler = self._scheduler
         late = [t for t in scheduler.in_flight if t.step == scheduler.trained_version]
+        if not late and scheduler.config.order == "completion":
+            late = list(scheduler.in_flight)  # any of them would complete the batch
         names = [f"{t}, for {now - self._started_at[t.index]:.1f} s" for t in late]
         who = (
-            f"{len(late)} of its {scheduler.config.groups_per_step} groups are still being "
-            f"sampled: {_listed(names)}"
+            f"{scheduler.num_waiting} of {scheduler.config.groups_per_step} groups are there, and "
+            f"{len(late)} are still being sampled: {_listed(names)}"
             if late
             else "none of its groups may start before the publish that is under way ends"
         )

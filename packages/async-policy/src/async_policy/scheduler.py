@@ -11,8 +11,9 @@ one prompt. Every group has a place in the run's data order, its ``index``, and 
                          to be redone
 
 ``trained_version`` counts optimizer steps; ``published_version`` is the version that *every*
-sampler runs, at least. A group with index ``i`` is consumed by step ``i // groups_per_step``, in
-admission order, without exception: nothing is dropped and nothing overtakes.
+sampler runs, at least. Nothing is ever dropped. In data order, a group with index ``i`` is consumed
+by step ``i // groups_per_step``, without exception. In completion order, groups that are done
+overtake those that are not, as far as the bound allows.
 
 Why admission alone bounds the staleness
     Let ``B = groups_per_step``, ``k = max_staleness``, ``t`` and ``p`` the trained and published
@@ -29,19 +30,34 @@ Why admission alone bounds the staleness
     ``s - 1`` is published, and are one step old when they are consumed. With ``k = 0`` nothing
     is admitted between ``take_batch()`` and ``published()``: the synchronous loop.
 
+    A bound that is finer than a step
+        ``max_lead_groups`` (``L``) takes the place of ``(k + 1) * B``: index ``i`` is let in only
+        while ``i < p * B + L``. Since ``k * B < L <= (k + 1) * B``, the staleness is still ``k`` at
+        most, but only ``L - k * B`` groups of each step may reach it.
+
+    Completion order keeps the same bound
+        A group admitted under ``p`` has the deadline ``p + k``, the last version that may consume
+        it. Admission keeps ``n(d) <= (d - t + 1) * B`` for every ``d``, where ``n(d)`` counts the
+        groups in flight, waiting or in training with a deadline of at most ``d``: new groups have
+        the latest deadline of all, for which this is the rule of capacity. A step takes the ``B``
+        completed groups with the earliest deadlines, and only once what is left behind has
+        ``n(d) <= (d - t) * B``; so it waits for a group that is late, but not before it must. When
+        all groups are completed the earliest ``B`` always leave that behind, so nothing locks up.
+
     Counting from the versions, not from counters of accepted groups, keeps the capacity right
     after a restore (areal-project/AReaL#1388: a restored version beside fresh counters gave
     816 instead of 16).
 
 Why it cannot lock up
     The next step needs the indices below ``(t + 1) * B``; all of them are admissible as soon as
-    ``t - p <= k``. Otherwise the trainer is ahead of the samplers by more than ``k``, and
-    `Scheduler.stall_reason` says which version must be published.
+    ``(t - p + 1) * B <= L``, which is ``t - p <= k`` where no finer bound is set. Otherwise the
+    trainer is too far ahead of the samplers, and `Scheduler.stall_reason` says which version must
+    be published: every ``L // B`` steps are often enough (`SchedulerConfig.max_publish_interval`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Literal, Self, TypeGuard, cast, final
 
 import attrs
 
@@ -49,7 +65,9 @@ from async_policy.errors import VersionError
 from async_policy.json_files import JsonValue
 from rl_contracts.rollout import PolicyVersion
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
+
+ConsumptionOrder = Literal["data", "completion"]
 
 
 @attrs.frozen(kw_only=True)
@@ -69,10 +87,66 @@ class SchedulerConfig:
     needs no correction for stale data.
     """
 
+    max_lead_groups: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
+    )
+    """Most groups that are admitted beyond those that the published version has consumed; above
+    ``max_staleness * groups_per_step``, at most ``(max_staleness + 1) * groups_per_step``.
+
+    A bound in fractions of a step, as verl's staleness_threshold is: see `from_verl`. Default:
+    the most that `max_staleness` allows.
+    """
+
+    order: ConsumptionOrder = attrs.field(
+        default="data", validator=attrs.validators.in_(("data", "completion"))
+    )
+    """Which groups a step consumes: ``data`` takes them in the order of the data, the same in every
+    run, and waits for a slow group at its place; ``completion`` takes those that are done, and
+    waits for a slow group only when it would become too stale. Default: reproducible."""
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what would be without effect beside another setting."""
+        if self.order == "completion" and self.max_staleness == 0:
+            message = (
+                "SchedulerConfig: order = 'completion' has no effect with max_staleness = 0, where "
+                "a step consumes all groups that are sampled; leave order at 'data'"
+            )
+            raise ValueError(message)
+        if self.max_lead_groups is None:
+            return
+        if self.max_lead_groups < self.groups_per_step:
+            message = (
+                f"SchedulerConfig: with max_lead_groups = {self.max_lead_groups} no step could "
+                f"ever have its {self.groups_per_step} groups (groups_per_step); give at least as "
+                "many"
+            )
+            raise ValueError(message)
+        implied = -(-self.max_lead_groups // self.groups_per_step) - 1
+        if implied != self.max_staleness:
+            message = (
+                f"SchedulerConfig: max_lead_groups = {self.max_lead_groups} with groups_per_step = "
+                f"{self.groups_per_step} lets groups become {implied} steps stale, and "
+                f"max_staleness is {self.max_staleness}; set max_staleness to {implied}, or leave "
+                "max_lead_groups out"
+            )
+            raise ValueError(message)
+
     @property
     def num_groups(self) -> int:
         """Groups of the whole run: each of these indices is trained on exactly once."""
         return self.num_steps * self.groups_per_step
+
+    @property
+    def lead_groups(self) -> int:
+        """Groups that are admitted, at most, beyond those that the published version consumed."""
+        if self.max_lead_groups is not None:
+            return self.max_lead_groups
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def max_publish_interval(self) -> int:
+        """Most optimizer steps between two publishes; with more, sampling and training lock up."""
+        return self.lead_groups // self.groups_per_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +157,7 @@ class Ticket:
     """Place in the run's data order, from 0: which prompt, and what to derive its seed from."""
 
     step: PolicyVersion
-    """Trained version that will consume the group."""
+    """Trained version that will consume the group; in completion order, the last that may."""
 
     admitted_version: PolicyVersion
     """Version that every sampler ran, at least, when the group was admitted."""
@@ -107,10 +181,13 @@ class ReadyGroup:
     oldest_version: PolicyVersion
     """Version that its oldest token was drawn from."""
 
+    version: PolicyVersion
+    """Trained version that consumes it."""
+
     @property
     def staleness(self) -> int:
         """Optimizer steps between its oldest token and the weights that consume it."""
-        return self.ticket.step - self.oldest_version
+        return self.version - self.oldest_version
 
 
 @final
@@ -123,9 +200,13 @@ class Scheduler:
         self._trained = 0
         self._published: int | None = 0
         self._next_index = 0
+        self._first_untrained = 0
+        self._trained_ahead: set[int] = set()  # indices above the first untrained one
         self._attempts_to_redo: dict[int, int] = {}
         self._in_flight: dict[int, Ticket] = {}
-        self._waiting: dict[int, ReadyGroup] = {}
+        self._waiting: dict[int, tuple[Ticket, PolicyVersion]] = {}
+        self._waiting_by_step: dict[int, list[int]] = {}  # as they were completed
+        self._num_by_step: dict[int, int] = {}  # of the groups in flight or waiting
         self._in_training: tuple[ReadyGroup, ...] = ()
 
     @property
@@ -166,26 +247,29 @@ class Scheduler:
         """
         if self._published is None:
             return 0
-        lead = self._published - self._trained + self.config.max_staleness + 1
+        behind = (self._trained - self._published) * self.config.groups_per_step
         outstanding = len(self._in_flight) + len(self._waiting) + len(self._in_training)
-        return max(0, lead * self.config.groups_per_step - outstanding)
+        return max(0, self.config.lead_groups - behind - outstanding)
 
     @property
     def stall_reason(self) -> str | None:
         """Why the next batch can never become complete unless something is published, or None."""
         if self.finished or self._in_training or self._in_flight or self._admissible():
             return None
-        if self._next_batch_is_complete():
+        if self._next_indices() is not None:
             return None
         if self._published is None:
             return (
                 f"the run was restored at version {self._trained} and no sampler has been given "
                 f"these weights; publish version {self._trained} first"
             )
+        bound = f"max_staleness is {self.config.max_staleness}"
+        if self.config.max_lead_groups is not None:
+            bound = f"max_lead_groups is {self.config.max_lead_groups}"
         return (
             f"the samplers run version {self._published}, the trainer has version {self._trained}, "
-            f"and max_staleness is {self.config.max_staleness}: nothing may be sampled until "
-            f"version {self._trained - self.config.max_staleness} or later is published"
+            f"and {bound}: the batch cannot be completed until version "
+            f"{self._trained - self.config.max_publish_interval + 1} or later is published"
         )
 
     def admit(self) -> list[Ticket]:
@@ -200,15 +284,19 @@ class Scheduler:
                 index = min(self._attempts_to_redo)
                 attempt = self._attempts_to_redo.pop(index)
             else:
-                index, attempt = self._next_index, 0
-                self._next_index += 1
+                index, attempt = self._new_index(), 0
+            published = self._published or 0
+            step = index // self.config.groups_per_step
+            if self.config.order == "completion":
+                step = min(published + self.config.max_staleness, self.config.num_steps - 1)
             ticket = Ticket(
                 index=index,
-                step=PolicyVersion(index // self.config.groups_per_step),
-                admitted_version=PolicyVersion(self._published or 0),
+                step=PolicyVersion(step),
+                admitted_version=PolicyVersion(published),
                 attempt=attempt,
             )
             self._in_flight[index] = ticket
+            self._num_by_step[step] = self._num_by_step.get(step, 0) + 1
             tickets.append(ticket)
         return tickets
 
@@ -235,7 +323,8 @@ class Scheduler:
             )
             raise VersionError(message)
         del self._in_flight[ticket.index]
-        self._waiting[ticket.index] = ReadyGroup(ticket=ticket, oldest_version=oldest_version)
+        self._waiting[ticket.index] = (ticket, oldest_version)
+        self._waiting_by_step.setdefault(ticket.step, []).append(ticket.index)
 
     def fail(self, ticket: Ticket) -> None:
         """Take note that a group was lost. It keeps its place and is redone at the next `admit`.
@@ -245,10 +334,11 @@ class Scheduler:
         """
         self._check_in_flight("fail", ticket)
         del self._in_flight[ticket.index]
+        self._forget(ticket.step)
         self._attempts_to_redo[ticket.index] = ticket.attempt + 1
 
     def take_batch(self) -> tuple[ReadyGroup, ...] | None:
-        """The groups of the next optimizer step in data order, or None while one is missing.
+        """The groups of the next optimizer step by index, or None while one is missing.
 
         Raises:
             ValueError: if the step before has not been reported by `trained`, or the run is over.
@@ -263,9 +353,17 @@ class Scheduler:
                 f"training; call trained({self._trained + 1}) after its optimizer step"
             )
             raise ValueError(message)
-        if not self._next_batch_is_complete():
+        indices = self._next_indices()
+        if indices is None:
             return None
-        batch = tuple(self._waiting[index] for index in self._next_indices())
+        batch = tuple(
+            ReadyGroup(
+                ticket=self._waiting[index][0],
+                oldest_version=self._waiting[index][1],
+                version=self.trained_version,
+            )
+            for index in indices
+        )
         for group in batch:
             if group.staleness > self.config.max_staleness:
                 message = (
@@ -274,7 +372,13 @@ class Scheduler:
                 )
                 raise VersionError(message)
         for group in batch:
-            del self._waiting[group.ticket.index]
+            ticket = group.ticket
+            del self._waiting[ticket.index]
+            done = self._waiting_by_step[ticket.step]
+            done.remove(ticket.index)
+            if not done:
+                del self._waiting_by_step[ticket.step]
+            self._forget(ticket.step)
         self._in_training = batch
         return batch
 
@@ -293,6 +397,10 @@ class Scheduler:
                 f"per batch"
             )
             raise ValueError(message)
+        self._trained_ahead.update(group.ticket.index for group in self._in_training)
+        while self._first_untrained in self._trained_ahead:
+            self._trained_ahead.remove(self._first_untrained)
+            self._first_untrained += 1
         self._in_training = ()
         self._trained = version
 
@@ -328,6 +436,7 @@ class Scheduler:
             "format": STATE_FORMAT,
             "trained_version": self._trained,
             "groups_per_step": self.config.groups_per_step,
+            "trained_ahead": sorted(self._trained_ahead),
         }
 
     @classmethod
@@ -349,10 +458,21 @@ class Scheduler:
         values: dict[str, int] = {}
         for name in ("trained_version", "groups_per_step"):
             value = state.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not _is_count(value):
                 message = f"from_state: expected {name} as an int of at least 0, got {value!r}"
                 raise ValueError(message)
             values[name] = value
+        ahead = state.get("trained_ahead")
+        if not isinstance(ahead, Sequence) or not all(map(_is_count, ahead)):
+            message = f"from_state: expected trained_ahead as a list of indices, got {ahead!r}"
+            raise ValueError(message)
+        if ahead and config.order == "data":
+            message = (
+                f"from_state: the state was written with order 'completion' and has trained on "
+                f"{len(ahead)} groups ahead of others; order 'data' cannot go on from there, so "
+                "keep order 'completion'"
+            )
+            raise ValueError(message)
         if values["groups_per_step"] != config.groups_per_step:
             message = (
                 f"from_state: the state was written with groups_per_step "
@@ -369,23 +489,54 @@ class Scheduler:
         scheduler = cls(config)
         scheduler._trained = values["trained_version"]
         scheduler._published = None
-        scheduler._next_index = values["trained_version"] * config.groups_per_step
+        num_trained = values["trained_version"] * config.groups_per_step
+        scheduler._trained_ahead = set(cast("Sequence[int]", ahead))
+        first = num_trained - len(scheduler._trained_ahead)
+        if scheduler._trained_ahead and min(scheduler._trained_ahead) <= first:
+            message = (
+                f"from_state: {values['trained_version']} steps of {config.groups_per_step} groups "
+                f"and the groups trained ahead, {ahead!r}, do not go together"
+            )
+            raise ValueError(message)
+        scheduler._first_untrained = scheduler._next_index = first
         return scheduler
 
     def _admissible(self) -> int:
         """Groups that may start now: within the bound, and needed by the run."""
-        needed = self.config.num_groups - self._next_index + len(self._attempts_to_redo)
-        return min(self.capacity, needed)
+        outstanding = len(self._in_flight) + len(self._waiting) + len(self._in_training)
+        trained = self._trained * self.config.groups_per_step
+        return min(self.capacity, self.config.num_groups - trained - outstanding)
 
-    def _next_indices(self) -> range:
-        """Data-order indices of the next optimizer step."""
-        start = self._trained * self.config.groups_per_step
-        return range(start, start + self.config.groups_per_step)
+    def _new_index(self) -> int:
+        """The first index that was never admitted; those trained on before a resume are not."""
+        while self._next_index in self._trained_ahead:
+            self._next_index += 1
+        self._next_index += 1
+        return self._next_index - 1
 
-    def _next_batch_is_complete(self) -> bool:
-        if len(self._waiting) < self.config.groups_per_step:
-            return False
-        return all(index in self._waiting for index in self._next_indices())
+    def _next_indices(self) -> list[int] | None:
+        """Indices of the next optimizer step in rising order, or None while one is missing."""
+        size = self.config.groups_per_step
+        if len(self._waiting) < size:
+            return None
+        if self.config.order == "data":
+            indices = self._waiting_by_step.get(self._trained, [])
+            return sorted(indices) if len(indices) == size else None
+        chosen: list[int] = []
+        num_left = 0
+        for deadline in sorted(self._num_by_step):
+            done = self._waiting_by_step.get(deadline, [])[: size - len(chosen)]
+            chosen += done
+            num_left += self._num_by_step[deadline] - len(done)
+            if num_left > (deadline - self._trained) * size:
+                return None
+        return sorted(chosen)
+
+    def _forget(self, step: int) -> None:
+        """One group less in flight or waiting among those of this step."""
+        self._num_by_step[step] -= 1
+        if not self._num_by_step[step]:
+            del self._num_by_step[step]
 
     def _check_in_flight(self, action: str, ticket: Ticket) -> None:
         current = self._in_flight.get(ticket.index)
@@ -393,3 +544,7 @@ class Scheduler:
             held = f"in flight is {current}" if current else "it is not in flight"
             message = f"{action}: {ticket} is not a ticket to come back now; {held}"
             raise ValueError(message)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
