@@ -6,6 +6,7 @@
 with 1 while the trainer works on the step before. Everything else is in view here.
 """
 
+import asyncio
 import functools
 import hashlib
 import math
@@ -47,7 +48,15 @@ from async_policy import (
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
 from rl_contracts.packing import pack
 from rl_contracts.train import LossOutput, PackedBatch
-from rl_tasks import EncodedProblem, PromptOrder, Reward, Tokenizer, decode_completion, grade
+from rl_tasks import (
+    EncodedProblem,
+    PromptOrder,
+    Reward,
+    RewardResult,
+    Tokenizer,
+    decode_completion,
+    grade,
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -242,10 +251,15 @@ async def sample_group(
     """Sample completions of one problem and reward them."""
     completions = await sampler.call(SamplerActor.sample, problem.prompt_ids, num_samples, params)
     texts = [decode_completion(task.tokenizer, c.token_ids) for c in completions]
-    results = [
-        grade(task.rewards, problem.problem, text=text, finish_reason=completion.finish_reason)
-        for text, completion in zip(texts, completions, strict=True)
-    ]
+
+    def graded() -> list[RewardResult]:
+        return [
+            grade(task.rewards, problem.problem, text=text, finish_reason=completion.finish_reason)
+            for text, completion in zip(texts, completions, strict=True)
+        ]
+
+    # in a thread: a reward may wait for processes of its own, and the loop goes on meanwhile
+    results = await asyncio.to_thread(graded)
     return Group(
         problem=problem,
         completions=tuple(completions),

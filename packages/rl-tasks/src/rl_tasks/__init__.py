@@ -16,6 +16,7 @@ from rl_tasks.chat import (
 )
 from rl_tasks.errors import NothingLeftError, RowError, TaskError
 from rl_tasks.loading import LoadedProblems, load_problems, write_parquet
+from rl_tasks.math_answer import MathAnswer
 from rl_tasks.order import Draw, OrderState, PromptOrder
 from rl_tasks.problem import ChatMessage, JsonValue, Problem
 from rl_tasks.rewards import (
@@ -43,6 +44,7 @@ __all__ = [
     "LastBox",
     "LastNumber",
     "LoadedProblems",
+    "MathAnswer",
     "NothingLeftError",
     "OrderState",
     "Problem",

@@ -1,0 +1,126 @@
+"""Mathematical answers: 108 pairs with right answers, hostile ones, threads and conventions."""
+
+import json
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from rl_tasks import MathAnswer
+from rl_tasks.exact_number import exact_number
+from rl_tasks.math_answer import final_answer
+from rl_tasks.math_equality import answers_are_equal
+
+PAIRS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "math_pairs.jsonl").read_text("utf-8").splitlines()
+]
+
+
+def graded(text: str, ground_truth: str, **settings: object) -> tuple[float | None, str]:
+    result = MathAnswer(**settings)(text, ground_truth=ground_truth, finish_reason="stop")  # type: ignore[arg-type]
+    return result.value, result.reason
+
+
+@pytest.mark.slow
+def test_every_pair_is_graded_right() -> None:
+    """Pairs of real graders' reports: equal ones get 1, different ones 0, none fails."""
+    wrong = []
+    for pair in PAIRS:
+        text = pair["pred"] if pair["mode"] == "response" else f"\\boxed{{{pair['pred']}}}"
+        value, reason = graded(text, pair["gold"], timeout_s=60.0)
+        if value != (1.0 if pair["equal"] else 0.0):
+            wrong.append((pair["id"], pair["kind"], reason))
+    assert wrong == []
+
+
+def test_numbers_need_no_algebra() -> None:
+    """Fractions, decimals, percents, thousands and mixed numbers are decided here and exactly."""
+    numbers = {
+        "1{,}234": 1234,
+        r"1\,234": 1234,
+        r"\dfrac{1}{-2}": Fraction(-1, 2),
+        r"-\frac12": Fraction(-1, 2),
+        r"1 \frac{1}{4}": Fraction(5, 4),
+        r"1\frac14": Fraction(5, 4),
+        "-11 5/6": Fraction(-71, 6),
+        r"0.1\overline{6}": Fraction(1, 6),
+        r"6.02\times 10^{23}": 602 * 10**21,
+        "2.": 2,
+        ".5": Fraction(1, 2),
+        "1e-3": Fraction(1, 1000),
+    }
+    for text, number in numbers.items():
+        right = f"{Fraction(number).numerator}/{Fraction(number).denominator}"
+        assert answers_are_equal(text, right, percent="value", needs_algebra=False), text
+        wrong = f"{Fraction(number).numerator + 1}/{Fraction(number).denominator}"
+        assert answers_are_equal(text, wrong, percent="value", needs_algebra=False) is False, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["4 10/3", "1 2", "1,23", "1/0", r"\frac{1}{0}", r"\frac{x}{2}", "12:00", "1e99999", "", "-"],
+)
+def test_what_is_no_number_is_not_read_as_one(text: str) -> None:
+    """A mixed number with an improper part, a list, a division by zero, a power that is too big."""
+    assert exact_number(text) is None
+
+
+def test_a_percent_is_a_hundredth_or_also_the_number_before_it() -> None:
+    """`value` takes 50% for a half alone; `either` for 50 too; 0.5% is never 50%."""
+    for rule in ("either", "value"):
+        assert graded(r"\boxed{50\%}", "0.5", percent=rule) == (1.0, "right")
+        assert graded(r"\boxed{0.5\%}", r"50\%", percent=rule) == (0.0, "wrong")
+    assert graded(r"\boxed{50\%}", "50", percent="either") == (1.0, "right")
+    assert graded(r"\boxed{50\%}", "50", percent="value") == (0.0, "wrong")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"first \boxed{5}, no: \boxed{7}", "7"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"cut off \boxed{\frac{1}{2}", None),
+        ("reasons\n#### -3\n", "-3"),
+        ("#### 1\n#### 1,234", "1,234"),
+        ("The total is 72 clips, altogether.", "72"),
+        ("It costs $1,000.", "$1,000"),
+        ("at 12:00, in 2/3 of v1.2", None),
+        ("", None),
+    ],
+)
+def test_which_part_is_the_answer(text: str, answer: str | None) -> None:
+    """The last complete box; without a box a GSM8K line; else the last number that stands alone."""
+    assert final_answer(text) == answer
+
+
+@pytest.mark.slow
+def test_a_hostile_answer_ends_in_time_and_harms_nobody(tmp_path: Path) -> None:
+    """A tower of powers is cut off, code is text, and the next answers are graded as before."""
+    witness = tmp_path / "pwned"
+    code = f"__import__('os').system('touch {witness}')"
+    for text in (rf"\boxed{{{code}}}", rf"\boxed{{\begin{{pmatrix}} {code} \end{{pmatrix}}}}"):
+        assert graded(text, "x+1")[0] in {0.0, None}
+    assert not witness.exists()
+    value, reason = graded(r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}", r"\sqrt{2}", timeout_s=0.5)
+    assert value is None
+    assert reason in {"timed_out", "grader_died", "grader_failed_MemoryError"}
+    assert graded(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", timeout_s=60.0) == (1.0, "right")
+
+
+def test_grading_works_in_a_thread_that_is_not_the_main_one() -> None:
+    """A34: a time-out by signal raises there, and every answer then scores 0."""
+    results: list[tuple[float | None, str]] = []
+    thread = threading.Thread(
+        target=lambda: results.append(graded(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", timeout_s=60.0))
+    )
+    thread.start()
+    thread.join(timeout=120)
+    assert results == [(1.0, "right")]
+
+
+def test_an_endless_answer_is_not_read() -> None:
+    """3000 characters are no answer that a data set has; they score 0 and say why."""
+    assert graded(rf"\boxed{{{'1+' * 1500}1}}", "1501") == (0.0, "answer_too_long")
+    assert graded("I do not know.", "1") == (0.0, "no_answer")
