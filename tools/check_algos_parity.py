@@ -6,9 +6,9 @@ through ours. Values and gradients must agree to 1e-6 in float64 and to 1e-5 in 
     ./run tools/check_algos_parity.py            # build the environment, compare
     ./run tools/check_algos_parity.py --write    # compare, and write the fixtures
 
-The environment is a folder that is kept between runs (``--environment``); neither verl nor TRL
-is ever a dependency. The fixtures are float64 results, which the package's tests check ours
-against without that environment.
+The environment is a folder that is kept between runs (``--environment``), 6 GB that take some
+minutes to install; neither verl nor TRL is ever a dependency. The fixtures are float64 results,
+which the package's tests check ours against without that environment.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "packages" / "algos-gspo-dapo-grpo" / "tests"
 FIXTURES = TESTS / "data" / "parity.json"
-VERSIONS = {"verl": "0.9.1", "trl": "1.16.0"}
+VERSIONS = {"verl": "0.9.1", "trl": "1.16.0", "torch": "2.15.0"}
 # What importing their formulas needs; nothing of it touches a GPU.
 REQUIREMENTS = (
     f"trl=={VERSIONS['trl']}",
+    f"torch=={VERSIONS['torch']}",
     *("numpy", "omegaconf", "tensordict", "hydra-core", "codetiming", "pydantic", "torchdata"),
     *("pyarrow", "pandas", "dill", "wandb", "ray", "pylatexenc", "cachetools", "packaging"),
     *("psutil", "orjson"),

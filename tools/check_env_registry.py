@@ -7,7 +7,7 @@ Each wheel is downloaded into a temporary folder (hundreds of megabytes for vllm
 dependencies, and only its `envs.py` is read; nothing is installed or executed.
 A path to a wheel stands for a download. With `--write` the names are kept in
 `device_env/data/names`, where the package and its tests find them. The exit status is 1 when
-the registry says of a variable what the wheel contradicts.
+the registry says of a variable what the wheel contradicts, and 2 when a wheel cannot be read.
 """
 
 import argparse
@@ -42,7 +42,10 @@ def main() -> int:
     for wanted in arguments.wheels:
         with tempfile.TemporaryDirectory() as folder:
             wheel = Path(wanted) if wanted.endswith(".whl") else download(wanted, Path(folder))
-            distribution, version, names = names_in(wheel)
+            try:
+                distribution, version, names = names_in(wheel)
+            except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+                parser.error(f"{wanted}: {error}")
         contradictions = compare(distribution, version, names)
         beyond = sum(name not in registry for name in names)
         print(
@@ -69,6 +72,9 @@ def download(requirement: str, folder: Path) -> Path:
 def names_in(wheel: Path) -> tuple[str, Version, frozenset[str]]:
     """Distribution, version and the names of its table of variables."""
     distribution, version, _, _ = parse_wheel_filename(wheel.name)
+    if distribution not in TABLES:
+        wanted = " or ".join(TABLES)
+        raise ValueError(f"expected a wheel of {wanted}, got {distribution} {version}")
     path, table = TABLES[distribution]
     with zipfile.ZipFile(wheel) as archive:
         source = archive.read(path).decode("utf-8")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty, PolicyLoss, TokenTruncation
-from engine_fsdp import FsdpConfig, OptimConfig as FsdpOptim
+from engine_fsdp import FsdpConfig, LoraConfig, MuonConfig, OptimConfig as FsdpOptim
 from engine_veomni import OptimConfig as VeomniOptim, VeomniConfig
 from parallel_state import ExtraParallelSizes, ParallelState
 from rollout_vllm import VllmConfig
@@ -30,6 +30,8 @@ On GPUs and NPUs nothing has been trained or sampled with yet: engines and sampl
 | --- | --- | --- |
 """
 
+COSINE = FsdpOptim(learning_rate=1e-6, schedule="cosine", total_steps=100)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
@@ -42,14 +44,19 @@ class Probe:
 
 def fsdp(**settings: object) -> Callable[[], object]:
     """An engine-fsdp configuration with these settings."""
-    fixed = {"model_path": "model", "optim": FsdpOptim(learning_rate=1e-6)}
-    return lambda: FsdpConfig(**fixed, **settings)  # type: ignore[arg-type]  # probes are untyped on purpose
+    fixed = {"model_path": "model", "optim": FsdpOptim(learning_rate=1e-6), **settings}
+    return lambda: FsdpConfig(**fixed)  # type: ignore[arg-type]  # probes are untyped on purpose
 
 
 def veomni(**settings: object) -> Callable[[], object]:
     """An engine-veomni configuration with these settings."""
     fixed = {"model_path": "model", "optim": VeomniOptim(learning_rate=1e-6)}
     return lambda: VeomniConfig(**fixed, **settings)  # type: ignore[arg-type]  # probes are untyped on purpose
+
+
+def optim(**settings: object) -> Callable[[], object]:
+    """The optimizer's configuration, for either engine."""
+    return lambda: FsdpOptim(learning_rate=1e-6, **settings)  # type: ignore[arg-type]  # untyped
 
 
 def vllm(**settings: object) -> Callable[[], object]:
@@ -72,13 +79,45 @@ PROBES = (
             ("bfloat16 compute, float32 master weights", {"compute_dtype": "bfloat16"}),
             ("float32 compute", {"compute_dtype": "float32"}),
             ("temperature", {"temperature": 0.7}),
-            ("activation checkpointing", {"activation_checkpointing": True}),
+            (
+                "activation checkpointing",
+                {"activation_checkpointing": "full" if name == "engine-fsdp" else True},
+            ),
             ("sharded data parallel", {"parallel": degrees(dp_size=2)}),
             ("HSDP", {"parallel": degrees(dp_size=4, dp_replicate_size=2)}),
             ("expert parallel", {"parallel": degrees(dp_size=2, ep=2)}),
             ("Ulysses sequence parallel", {"parallel": degrees(ulysses_size=2)}),
             ("tensor parallel", {"parallel": degrees(tensor_size=2)}),
             ("pipeline parallel", {"parallel": degrees(pipeline_size=2)}),
+        )
+    ]
+    + [
+        Probe(part="engine-fsdp", feature=feature, construct=fsdp(**settings))
+        for feature, settings in (
+            ("selective activation checkpointing", {"activation_checkpointing": "selective"}),
+            ("compiled blocks, on GPUs", {"compile_blocks": True}),
+            ("compiled blocks in float32", {"compile_blocks": True, "compute_dtype": "float32"}),
+            ("parameters in host memory, on GPUs", {"offload": "parameters"}),
+            ("linear and cosine schedules", {"optim": COSINE}),
+            ("Muon for the matrices of the blocks", {"muon": MuonConfig()}),
+            (
+                "Muon with parameters in host memory",
+                {"muon": MuonConfig(), "offload": "parameters"},
+            ),
+            ("LoRA adapters, merged or apart (peft)", {"lora": LoraConfig()}),
+            ("LoRA with compiled blocks", {"lora": LoraConfig(), "compile_blocks": True}),
+            ("LoRA with Muon", {"lora": LoraConfig(), "muon": MuonConfig()}),
+            ("frozen weights", {"freeze": ("model.embed_tokens.*",)}),
+            ("skipping steps that are not finite", {"on_non_finite": "skip"}),
+            ("two runs the same bit for bit", {"deterministic": True}),
+            ("deterministic compiled blocks", {"deterministic": True, "compile_blocks": True}),
+        )
+    ]
+    + [
+        Probe(part="rl-contracts", feature=feature, construct=optim(**settings))
+        for feature, settings in (
+            ("a schedule whose end is not known", {"schedule": "cosine"}),
+            ("an end without a schedule", {"total_steps": 100}),
         )
     ]
     + [
@@ -89,7 +128,25 @@ PROBES = (
             ("chunked prefill on, off, or vLLM's choice", {"enable_chunked_prefill": False}),
             ("compiled graphs", {"enforce_eager": False}),
             ("tensor parallel", {"tensor_parallel_size": 2}),
-            ("expert parallel", {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+            ("data parallel", {"data_parallel_size": 2}),
+            ("routers' decisions returned", {"return_routed_experts": True}),
+            ("sleep", {"enable_sleep": True}),
+            ("compiled graphs, on GPUs", {"device": "cuda", "enforce_eager": False}),
+            ("tensor parallel, on GPUs", {"device": "cuda", "tensor_parallel_size": 2}),
+            ("data parallel, on GPUs", {"device": "cuda", "data_parallel_size": 2}),
+            (
+                "expert parallel, on GPUs",
+                {"device": "cuda", "tensor_parallel_size": 2, "expert_parallel_size": 2},
+            ),
+            (
+                "routers' decisions returned, on GPUs",
+                {"device": "cuda", "return_routed_experts": True},
+            ),
+            ("sleep, on GPUs", {"device": "cuda", "enable_sleep": True}),
+            ("pipeline parallel", {"engine_args": {"pipeline_parallel_size": 2}}),
+            ("LoRA", {"engine_args": {"enable_lora": True}}),
+            ("quantisation", {"engine_args": {"quantization": "fp8"}}),
+            ("speculative decoding", {"engine_args": {"speculative_config": {}}}),
             (
                 "expert parallel by vLLM's own flag",
                 {"engine_args": {"enable_expert_parallel": True}},

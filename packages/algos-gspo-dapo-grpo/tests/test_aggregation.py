@@ -12,6 +12,7 @@ from algos_gspo_dapo_grpo import (
     Sequences,
     TokenMean,
     aggregate,
+    aggregate_sequences,
     count_batch,
 )
 
@@ -136,6 +137,38 @@ def test_padding_changes_nothing(aggregation: Aggregation) -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "aggregation",
+    [
+        TokenMean(),
+        SequenceMeanTokenMean(),
+        SequenceMeanTokenSum(),
+        FixedNormaliser(normaliser=7.0),
+    ],
+    ids=lambda aggregation: aggregation.kind,
+)
+def test_losses_per_sequence_are_losses_of_their_tokens(
+    aggregation: Aggregation, *, weighted: bool
+) -> None:
+    """The same number and gradient as with a loss per token; NaN of a dead sequence has none."""
+    mask = torch.tensor([True, True, False, False, True, False, True])
+    sequences = Sequences.packed(torch.tensor([0, 3, 4, 7]), num_tokens=7)
+    counts = BatchCounts(num_tokens=9, num_sequences=4)
+    weights = torch.tensor([0.5, 2.0, torch.nan, 1.0, 3.0, 1.0, 0.0]) if weighted else None
+    losses = torch.tensor([2.0, torch.nan, -1.0], requires_grad=True)
+    share = aggregate_sequences(
+        losses, mask, sequences, aggregation=aggregation, counts=counts, token_weights=weights
+    )
+    per_token = sequences.spread(losses) * (1.0 if weights is None else weights.nan_to_num())
+    expected = aggregate(per_token, mask, sequences, aggregation=aggregation, counts=counts)
+    torch.testing.assert_close(share, expected)
+    (gradient,) = torch.autograd.grad(share, losses)
+    (expected_gradient,) = torch.autograd.grad(expected, losses)
+    torch.testing.assert_close(gradient[[0, 2]], expected_gradient[[0, 2]])
+    assert gradient[1] == 0.0
+
+
 def test_impossible_counts_are_refused() -> None:
     """More sequences than tokens cannot be: a counted sequence has a token."""
     with pytest.raises(ValueError, match=r"got 3 sequences and 2 tokens"):
@@ -144,7 +177,16 @@ def test_impossible_counts_are_refused() -> None:
         BatchCounts(num_tokens=2, num_sequences=-1)
 
 
+def test_counts_are_ints() -> None:
+    """A count that is still a tensor would wait for the device in every micro-batch."""
+    for wrong in (torch.tensor(2), 2.0, True):
+        counts = object.__new__(BatchCounts)  # past the checker of the tests
+        object.__setattr__(counts, "num_tokens", wrong)
+        with pytest.raises(TypeError, match=r"expected num_tokens to be an int, got"):
+            counts.__post_init__()
+
+
 def test_a_normaliser_must_be_positive() -> None:
     """Dividing by zero tokens is refused where the number is given."""
-    with pytest.raises(ValueError, match=r"'normaliser' must be > 0.0: 0.0"):
+    with pytest.raises(ValueError, match=r"FixedNormaliser: expected normaliser above 0"):
         FixedNormaliser(normaliser=0.0)

@@ -61,7 +61,11 @@ def test_partly_unscorable_samples_keep_their_other_rewards() -> None:
 
 def test_the_number_of_weights_must_fit() -> None:
     """A forgotten weight is an error, and so are weights that do nothing."""
-    with pytest.raises(ValueError, match=r"expected 1 columns of rewards, one per weight, got 2"):
+    with pytest.raises(
+        ValueError, match=r"expected 1 columns of rewards, one per weight, got shape \(4, 2\)"
+    ):
         gdpo_advantages(torch.zeros(4, 2), IDS, config=GdpoAdvantages(weights=(1.0,)))
     with pytest.raises(ValueError, match=r"at least one reward weight that is not 0, got \(\)"):
         GdpoAdvantages(weights=())
+    with pytest.raises(ValueError, match=r"expected finite reward weights, got \(1.0, nan\)"):
+        GdpoAdvantages(weights=(1.0, torch.nan))

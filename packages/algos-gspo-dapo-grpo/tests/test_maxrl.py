@@ -40,5 +40,5 @@ def test_a_group_without_success_gives_zero() -> None:
 
 def test_epsilon_must_be_positive() -> None:
     """It is what a division by 0 is kept away with."""
-    with pytest.raises(ValueError, match=r"'epsilon' must be > 0.0: 0.0"):
+    with pytest.raises(ValueError, match=r"MaxRlAdvantages: expected epsilon above 0"):
         MaxRlAdvantages(epsilon=0.0)

@@ -209,7 +209,7 @@ def _values(name: str, at: dict[str, Tensor]) -> Tensor:  # noqa: C901, PLR0911 
     mask, rewards, groups = at["mask"], at["rewards"], at["groups"]
     num_tokens = mask.sum(1)
     if name in WEIGHTS:
-        weights, _ = correction_weights(
+        weights, *_ = correction_weights(
             at["proximal"], at["rollout"], mask, SEQUENCES, config=WEIGHTS[name]
         )
         return torch.where(mask, weights, 0.0)

@@ -294,6 +294,23 @@ def test_a_micro_batch_with_nothing_to_learn_gives_zero(config: PolicyLoss) -> N
     assert all(value.item() == 0.0 for value in share.metrics.values())
 
 
+def test_a_wrong_dtype_is_refused_without_the_checker_too() -> None:
+    """A mask of 0 and 1 is no mask, and a mask in the place of logprobs would count as 0 and 1."""
+    behind_the_checker: Callable[..., LossShare] = inspect.unwrap(policy_loss)
+    fixed = {
+        "advantages": ADVANTAGES,
+        "sequences": SEQUENCES,
+        "config": DapoLoss(),
+        "counts": COUNTS,
+    }
+    with pytest.raises(ValueError, match=r"expected loss_mask of torch.bool, got torch.int64"):
+        behind_the_checker(_policy(), proximal_logprobs=None, loss_mask=MASK.long(), **fixed)
+    with pytest.raises(ValueError, match=r"proximal_logprobs of a float dtype, got torch.bool"):
+        behind_the_checker(_policy(), proximal_logprobs=MASK, loss_mask=MASK, **fixed)
+    with pytest.raises(ValueError, match=r"expected loss_mask on cpu, .* got meta"):
+        behind_the_checker(_policy(), proximal_logprobs=None, loss_mask=MASK.to("meta"), **fixed)
+
+
 @pytest.mark.parametrize(
     "config", [GrpoLoss(), DapoLoss(), GspoLoss()], ids=["grpo", "dapo", "gspo"]
 )

@@ -47,7 +47,7 @@ def test_rejection_by_hand(config: Rejection, kept: list[bool]) -> None:
 
 def test_a_band_that_holds_everything_changes_nothing() -> None:
     """The loss mask comes back as it was."""
-    config = Rejection(band=RatioBand(level="token", low=0.0, high=math.inf))
+    config = Rejection(band=RatioBand(level="token", low=0.0, high=1e9))
     assert kept_mask(PROXIMAL, ROLLOUT, MASK, SEQUENCES, config=config).equal(MASK)
 
 
@@ -90,3 +90,5 @@ def test_a_rejection_of_nothing_is_refused() -> None:
         Rejection(veto=2.0)
     with pytest.raises(ValueError, match=r"'low' must be < 1.0: 1.5"):
         RatioBand(level="token", low=1.5, high=2.0)
+    with pytest.raises(ValueError, match=r"got low 0 and high infinity, which keeps everything"):
+        RatioBand(level="token", low=0.0, high=math.inf)

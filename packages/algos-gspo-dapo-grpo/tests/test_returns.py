@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from algos_gspo_dapo_grpo import Gae, Sequences, gae, outcome_token_rewards, reward_to_go
 
+PAIR = Sequences.packed(torch.tensor([0, 2]), num_tokens=2)
 LAW = settings(deadline=None, max_examples=25, derandomize=True)
 
 
@@ -96,3 +97,11 @@ def test_a_discount_above_one_is_refused() -> None:
     """Later rewards would outweigh earlier ones without bound."""
     with pytest.raises(ValueError, match=r"'discount' must be <= 1.0: 1.5"):
         Gae(discount=1.5)
+    with pytest.raises(ValueError, match=r"reward_to_go: expected discount from 0 to 1, got 1.5"):
+        reward_to_go(torch.zeros(2), torch.ones(2, dtype=torch.bool), PAIR, discount=1.5)
+
+
+def test_a_trace_that_cannot_act_is_refused() -> None:
+    """With discount 0 no later token counts, whatever the trace."""
+    with pytest.raises(ValueError, match=r"trace 0.95 has no effect with discount 0"):
+        Gae(discount=0.0)

@@ -50,5 +50,5 @@ def test_the_gradient_fades_to_both_sides_and_faster_for_bad_samples() -> None:
 
 def test_a_temperature_of_zero_is_refused() -> None:
     """The gate divides by it."""
-    with pytest.raises(ValueError, match=r"'temperature_negative' must be > 0.0: 0.0"):
+    with pytest.raises(ValueError, match=r"SapoLoss: expected temperature_negative above 0"):
         SapoLoss(temperature_negative=0.0)

@@ -36,11 +36,20 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
     assert _loss(2.0, -1.0, dual_clip=3.0) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("dual_clip", [1.0, 0.5, -3.0, math.nan, math.inf])
+@pytest.mark.parametrize("dual_clip", [1.0, 0.5, -3.0, math.nan, math.inf, 5e8])
 def test_a_dual_clip_of_one_or_less_is_refused(dual_clip: float) -> None:
     """A18: c <= 1 would bound the loss where nothing has changed yet."""
-    with pytest.raises(ValueError, match=r"GrpoLoss: expected dual_clip above 1, got .* use None"):
+    with pytest.raises(ValueError, match=r"GrpoLoss: expected dual_clip above 1 .* use None"):
         GrpoLoss(dual_clip=dual_clip)
+
+
+@pytest.mark.parametrize("clip_high", [0.0, -0.2, math.nan, math.inf, 4.9e8])
+def test_an_upper_clip_that_cannot_act_is_refused(clip_high: float) -> None:
+    """Log ratios are held at 20, so no ratio gets above exp(20)."""
+    with pytest.raises(
+        ValueError, match=r"GrpoLoss: expected clip_high above 0 and below 4.85e\+08"
+    ):
+        GrpoLoss(clip_high=clip_high)
 
 
 @pytest.mark.parametrize("clip_low", [0.0, 1.0, 10.0, math.nan])

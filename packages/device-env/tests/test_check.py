@@ -2,7 +2,7 @@
 
 import pytest
 
-from device_env import Finding, RunFacts, check_environment
+from device_env import Finding, Judge, RunFacts, check_environment
 
 VLLM = {"vllm": "0.32.0"}
 ASCEND = {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch-npu": "2.10.0"}
@@ -305,3 +305,87 @@ def test_nvlink_sharp_needs_cumem() -> None:
     found = only(check_environment({"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}, {}))
     assert found.message == "1 has no effect while NCCL_CUMEM_ENABLE=0"
     assert check_environment({"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("HCCL_CONNECT_TIMEOUT", "-+5", "got '-+5'; what its reader does with that is unknown"),
+        ("HCCL_CONNECT_TIMEOUT", "\N{DEVANAGARI DIGIT ONE}500", "expected integer, at least 120"),
+        ("HCCL_OP_EXPANSION_MODE", "aiv", "expected AIV, got 'aiv': its reader silently takes"),
+        ("HCCL_OP_EXPANSION_MODE", '"AIV"', "expected AIV, got"),
+        ("OMP_NUM_THREADS", "0", "expected integers of at least 1, with commas between them"),
+        ("OMP_NUM_THREADS", "", "got '': its reader silently takes the default instead"),
+        ("OMP_NUM_THREADS", "4,x", "expected integers of at least 1"),
+    ],
+)
+def test_text_that_only_looks_like_the_value(name: str, value: str, message: str) -> None:
+    """Signs, digits of other scripts, another case and quotes that came along are found."""
+    assert message in only(check_environment({name: value}, ASCEND)).message
+
+
+@pytest.mark.parametrize(("name", "value"), [("OMP_NUM_THREADS", "4,2"), ("HCCL_BUFFSIZE", " 9 ")])
+def test_text_that_is_the_value(name: str, value: str) -> None:
+    """Threads by nesting level, and space around a number, are taken as meant."""
+    assert check_environment({name: value}, ASCEND) == []
+
+
+def test_a_name_in_another_case_is_another_name() -> None:
+    """Names are told apart by case, so a variable in small letters reaches nobody."""
+    found = only(check_environment({"hccl_buffsize": "200"}, ASCEND))
+    assert (found.level, found.fix) == ("warning", "write HCCL_BUFFSIZE")
+    assert found.message == "is not HCCL_BUFFSIZE: names are told apart by their case"
+    assert check_environment({"http_proxy": "x"}, ASCEND) == []
+
+
+def test_a_misspelt_name_is_asked_about() -> None:
+    """A name one letter away from a known one is a note; a real neighbour is left alone."""
+    found = only(check_environment({"HCCL_CONECT_TIMEOUT": "1"}, ASCEND))
+    assert (found.level, found.fix) == ("note", "did you mean HCCL_CONNECT_TIMEOUT?")
+    assert check_environment({"NCCL_IBEXT_DISABLE": "1", "NCCL_DEBUG_FILE": "x"}, ASCEND) == []
+
+
+def test_names_of_vllm_ascend_versions_are_known() -> None:
+    """Of a vllm-ascend whose wheel was read, any VLLM_ASCEND_ name is judged."""
+    found = only(check_environment({"VLLM_ASCEND_ENABLE_NZZ": "0"}, ASCEND))
+    assert (found.level, found.message) == (
+        "warning",
+        "vllm-ascend 0.23.0 does not read it",
+    )
+    assert found.fix.startswith("did you mean VLLM_ASCEND_ENABLE_NZ ")
+    newer = {**ASCEND, "vllm-ascend": "0.99.0"}
+    assert only(check_environment({"VLLM_ASCEND_ENABLE_NZZ": "0"}, newer)).level == "note"
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ({"vllm": "latest"}, r"versions: vllm: expected a version such as 0.32.0, got 'latest'"),
+        ({"vllm": ""}, r"versions: vllm: expected a version such as 0.32.0, got ''"),
+        ({"vLLM": "0.32.0"}, r"versions: expected the name 'vllm', got 'vLLM'"),
+        ({"vllm_ascend": "0.23.0"}, r"versions: expected the name 'vllm-ascend', got 'vllm_asc"),
+    ],
+)
+def test_versions_that_would_be_passed_over_are_refused(
+    versions: dict[str, str], message: str
+) -> None:
+    """A misspelt distribution judges nothing, so it is refused."""
+    with pytest.raises(ValueError, match=message):
+        Judge(versions=versions)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_timeout_is_a_positive_number(seconds: float) -> None:
+    """What is no duration would turn the rule about timeouts off."""
+    with pytest.raises(ValueError, match=r"expected a positive number of seconds, got"):
+        RunFacts(process_group_timeout_s=seconds)
+
+
+def test_a_visible_devices_variable_of_another_kind_is_inert() -> None:
+    """CUDA_VISIBLE_DEVICES chooses no NPU; ROCm reads it, and Ray's empty value is meant."""
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    found = only(check_environment(environ, ASCEND, device_kind="npu"))
+    assert found.message == "'0,1' chooses no device: nobody reads it on npu"
+    assert found.fix == "use ASCEND_RT_VISIBLE_DEVICES, or remove it"
+    assert check_environment(environ, {}, device_kind="rocm") == []
+    assert check_environment({"CUDA_VISIBLE_DEVICES": ""}, ASCEND, device_kind="npu") == []

@@ -109,6 +109,7 @@ def test_npu_package_without_devices_is_a_cpu(tmp_path: Path) -> None:
         ("OSError('libhccl.so: cannot open shared object file')", "libhccl.so: cannot open"),
         ("ImportError('libascendcl.so: no such file')", "libascendcl.so: no such file"),
         ("RuntimeError('CANN is not initialised')", "CANN is not initialised"),
+        ('AttributeError("torch._C has no attribute x")', "torch._C has no attribute x"),
     ],
 )
 def test_npu_package_that_fails_to_import_is_a_cpu_with_the_reason(
@@ -131,6 +132,24 @@ def test_npu_that_cannot_be_opened_is_a_cpu(tmp_path: Path) -> None:
     answer = detect(tmp_path, {"torch": CPU_TORCH, "torch_npu": stub})
     assert answer["kind"] == "cpu"
     assert "drvGetDevNum failed" in reason(answer, "npu")
+
+
+def test_npu_package_without_its_parts_is_a_cpu(tmp_path: Path) -> None:
+    """A module of the name torch_npu that is not the vendor's is a reason, not a crash."""
+    answer = detect(tmp_path, {"torch": CPU_TORCH, "torch_npu": ""})
+    assert answer["kind"] == "cpu"
+    assert "has no attribute 'npu'" in reason(answer, "npu")
+
+
+def test_cuda_that_cannot_count_is_a_cpu(tmp_path: Path) -> None:
+    """An error of the driver while counting is a reason, not a crash."""
+    torch = GPU_TORCH.format(cuda="13.0", hip=None, count=2) + (
+        "def _fail():\n    raise RuntimeError('driver/library version mismatch')\n"
+        "cuda.device_count = _fail\n"
+    )
+    answer = detect(tmp_path, {"torch": torch})
+    assert answer["kind"] == "cpu"
+    assert "cannot count devices: driver/library version mismatch" in reason(answer, "cuda")
 
 
 def test_forced_npu_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from device_env import (
     detect_device,
     layered,
     profile_for,
+    shell_lines,
     worker_environment,
     worker_profile,
 )
@@ -197,3 +198,30 @@ def test_export_refuses_what_contradicts(capsys: pytest.CaptureFixture[str]) -> 
     assert main([*command, "--process-group-timeout", "600"]) == 1
     assert "gives up after 600 s" in capsys.readouterr().err
     assert main([*command, "--num-threads", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["NAME WITH", "A;rm", "1A", "", "A=B", "\N{LATIN SMALL LETTER E WITH ACUTE}A"]
+)
+def test_a_name_that_a_shell_would_not_take_is_refused(name: str) -> None:
+    """`export NAME` is never quoted, so the name is checked."""
+    with pytest.raises(ValueError, match=r"Setting: expected letters, digits and _ as a name"):
+        profile_for("cpu", "rollout", num_threads=1, user={name: "1"})
+
+
+def test_a_reason_stays_a_comment() -> None:
+    """A line end in a reason does not make its rest a command."""
+    setting = Setting(name="A", value="1", reason="because\ntouch /x", source="s")
+    lines = shell_lines(Profile(name="p\nq", settings=(setting,))).splitlines()
+    assert lines == ["# p q", "# because touch /x [s]", "export A=1"]
+
+
+def test_a_conflict_shows_no_secret() -> None:
+    """An error message ends in a log, so neither value of a key is in it."""
+    profile = profile_for("cuda", "rollout", num_threads=1, user={"VLLM_API_KEY": "s3cret"})
+    with pytest.raises(
+        ProfileConflictError, match=r"VLLM_API_KEY is a value that is not shown"
+    ) as c:
+        apply(profile, {"VLLM_API_KEY": "0ther"})
+    assert "s3cret" not in str(c.value)
+    assert "0ther" not in str(c.value)

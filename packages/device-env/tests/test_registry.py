@@ -221,3 +221,38 @@ def test_snapshot_keeps_what_matters_and_no_secret() -> None:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_PASS", "s3cret"),
+        ("RAY_PWD", "s3cret"),
+        ("TORCH_PASSPHRASE", "s3cret"),
+        ("VLLM_ARGS", "--api-key s3cret"),
+        ("VLLM_URL", "https://host/?token=s3cret"),
+        ("VLLM_PROXY", "user:s3cret@host:80"),
+        ("NCCL_HEADER", "Authorization: Bearer s3cret"),
+        ("HF_X", "hf_abcdefgh"),
+        ("RAY_JOB", '{"env_vars": {"HF_TOKEN": "s3cret"}}'),
+    ],
+)
+def test_snapshot_leaves_out_what_looks_like_a_secret(name: str, value: str) -> None:
+    """A secret is known by its name, by its form, or by the option in front of it."""
+    assert snapshot({name: value}) == {}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"},
+        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        {"NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1"},
+        {"RAY_ADDRESS": "http://10.0.0.1:8265"},
+        {"LD_LIBRARY_PATH": "/opt/a:/opt/b"},
+    ],
+)
+def test_snapshot_keeps_what_only_resembles_one(environ: dict[str, str]) -> None:
+    """Lists with colons, ids and addresses are no secrets."""
+    assert snapshot(environ) == environ

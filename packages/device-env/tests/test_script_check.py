@@ -96,6 +96,32 @@ def test_arms_that_exclude_each_other_are_not_mixed() -> None:
             """ray job submit --runtime-env-json='{\n "env_vars": {\n "VLLM_USE_V1": "1"}}' -- x""",
             3,
         ),
+        ("exec > >(tee log) 2>&1\nexport VLLM_USE_V1=1", 2),
+        (': "${VLLM_USE_V1:=1}"\nexport VLLM_USE_V1', 1),
+        ("export VLLM_USE_V1", 1),
+        ("n=VLLM_USE_V1\nexport $n=1", 2),
+        ("for n in A VLLM_USE_V1; do\n  export $n=1\ndone", 2),
+        ('N=(A VLLM_USE_V1)\nfor n in "${N[@]}"; do export $n=1; done', 2),
+        ('A=(B=1\n VLLM_USE_V1=1)\nenv "${A[@]}" python3 train.py', 2),
+        ("bash -c '\nexport VLLM_USE_V1=1; python3 train.py'", 2),
+        ('srun bash -lc "cd $DIR\nexport VLLM_USE_V1=1"', 2),
+        ("timeout -k 5 10 env VLLM_USE_V1=1 python3 train.py", 1),
+        ("bash <<'END'\nexport VLLM_USE_V1=1\nEND", 2),
+        ("eval 'export VLLM_USE_V1=1'", 1),
+        ("x=$(python3 - <<END\nit's\nEND\n)\nexport VLLM_USE_V1=1", 5),
+        ("export VLLM_USE_V1=1 &\nwait", 1),
+        ("case x in x) true;& y) export VLLM_USE_V1=1;; esac", 1),
+        ("for ((i = 0; i < 2; i++)) { export VLLM_USE_V1=1; }", 1),
+        ("python3 train.py \\\n +ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_V1=1", 2),
+        ('R=(\n \'++a.runtime_env.env_vars.VLLM_USE_V1="1"\'\n)\npython3 t.py "${R[@]}"', 2),
+        ("python3 t.py a.runtime_env.env_vars=\"{A: '1', VLLM_USE_V1: '1'}\"", 1),
+        (
+            (
+                'J="{\n\\"env_vars\\": {\\"A\\": \\"$X\\",\n\\"VLLM_USE_V1\\": \\"1\\"}}"\n'
+                'ray job submit --runtime-env-json="$J" -- x'
+            ),
+            3,
+        ),
     ],
 )
 def test_every_way_to_set_a_variable_is_seen(text: str, line: int) -> None:
@@ -114,6 +140,9 @@ def test_every_way_to_set_a_variable_is_seen(text: str, line: int) -> None:
         "[ -n x ] || export VLLM_USE_V1=1",
         "exit 1\nexport VLLM_USE_V1=1",
         "if false; then export VLLM_USE_V1=1; fi",
+        "set -- -a\nVLLM_USE_V1=${X}\necho $VLLM_USE_V1",
+        "export -f VLLM_USE_V1",
+        "python3 t.py ~a.env_vars.VLLM_USE_V1=1",
     ],
 )
 def test_what_sets_nothing_is_left_alone(text: str) -> None:
@@ -168,6 +197,8 @@ def test_a_variable_that_is_not_exported_is_named() -> None:
     assert found[0].finding.message == "assigned but not exported: no process sees it"
     used = "OMP_NUM_THREADS=4\npython3 train.py --threads $OMP_NUM_THREADS\n"
     assert check_script(used, VLLM) == []
+    tested = "OMP_NUM_THREADS=4\n[[ -v OMP_NUM_THREADS ]] && echo set\n"
+    assert check_script(tested, VLLM) == []
     assert check_script("OMP_NUM_THREADS=4\n", VLLM, environ={"OMP_NUM_THREADS": "1"}) == []
 
 
@@ -311,3 +342,163 @@ def test_check_of_a_script_on_the_command_line(
     broken.write_text("if true\n")
     assert main(["check", str(broken)]) == 2
     assert "broken.sh: line 1: expected 'then'" in capsys.readouterr().err
+
+
+DIFFERENCES = """
+exec >/dev/null 2>&1; export A=1; show
+: ${A:=1}; export A; B=$A show
+export A=1 B=2; unset A; show
+export A=1; unset -f A; show
+export A=1; declare +x A; show
+export A=1; export -n A; show
+set -x -- -a; A=1; show
+set -eo allexport; A=1; show
+X="A=1 B=2"; export $X; show
+X=A; B=2; export $X=1 "B=$B"; show
+for v in A B; do export "$v"=1; done; show
+for i in 1 2 3; do export A=$i; [ "$i" = 2 ] && break; done; show
+f() { export A=$1 B=${2:-x}; }; f 1; f 2 y; show
+f() { shift; export A=1 B=2; }; f 3; show
+X=(A=1 B=2); X+=(C=3); env "${X[@]}" show
+C=(env A=1 show); "${C[@]}"
+env -i PATH="$PATH" A=1 show
+env -uB -C / A=1 show
+env -S "A=1 show"
+nohup env A=1 show
+timeout 10 nice -n 1 env A=1 show
+A=1 bash -c 'export B=2; show'
+bash -c "export A=\'1 2\'; exec show"
+eval "export A=1"; show
+case x in x) export A=1;;& *) export B=1;; esac; show
+case ab in a?) export A=1;& b) export B=1;; esac; show
+export A=~/x B="~/x" C=x:~/y; show
+export A="${Z:-'x'}" B=${Z:-'x'}; show
+X=HOME; export A=${!X}; show
+export A=1 & wait; show
+{ export A=1; } && show
+printf -v A %s 1; export A; show
+((A = 5)); let B=6; export A B; show
+export A=$[1 + 2] B=$((1 << 2)); show
+"""
+
+
+@pytest.mark.parametrize("line", DIFFERENCES.strip().splitlines())
+def test_one_line_does_what_bash_does(line: str, tmp_path: Path) -> None:
+    """The environment in which bash runs `show` is one that the follower found, name by name.
+
+    A value that the follower calls unknown counts as any.
+    """
+    stub = tmp_path / "show"
+    stub.write_text(f"#!/bin/sh\nenv | grep '^[A-C]=' >> {tmp_path}/seen; exit 0\n")
+    stub.chmod(0o755)
+    (tmp_path / "seen").touch()
+    path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
+    subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        env={"PATH": path, "HOME": "/home"},
+        check=False,
+        capture_output=True,
+        timeout=60,
+    )
+    text = (tmp_path / "seen").read_text()
+    seen = dict(row.partition("=")[::2] for row in text.splitlines())
+    found = [
+        {name: value for name, value in environ.items() if name in {"A", "B", "C"}}
+        for environ in exported(line, {"HOME": "/home", "PATH": path})
+    ]
+    assert any(
+        environ.keys() == seen.keys()
+        and all(value is None or value == seen[name] for name, value in environ.items())
+        for environ in found
+    ), (seen, found)
+
+
+def test_what_is_given_to_ray_workers_is_seen_together_with_the_rest() -> None:
+    """A rule holds between an export and an override that both reach the workers."""
+    text = (
+        "export HCCL_OP_EXPANSION_MODE=AIV\n"
+        "python3 t.py +ray_kwargs.ray_init.runtime_env.env_vars.HCCL_EXEC_TIMEOUT=\"'3600'\"\n"
+    )
+    assert rows(check_script(text, NPU)) == [(2, "error", "HCCL_EXEC_TIMEOUT")]
+
+
+def test_names_that_a_list_gives_to_the_workers() -> None:
+    """A script that hands variables on by name sets each of them where the list is used."""
+    text = (
+        "export HCCL_BUFFSIZE=610 VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE=1\n"
+        "NAMES=(HCCL_BUFFSIZE)\nNAMES+=(VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE)\nRAY=()\n"
+        'for name in "${NAMES[@]}"; do\n'
+        '  RAY+=("+ray_kwargs.ray_init.runtime_env.env_vars.${name}=\\"${!name}\\"")\n'
+        'done\npython3 t.py "${RAY[@]}" "$@"\n'
+    )
+    assert rows(check_script(text, NPU)) == [
+        (1, "warning", "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"),
+        (6, "warning", "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"),
+    ]
+    assert exported(text)[0]["HCCL_BUFFSIZE"] == "610"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('eval "$(conda shell.bash hook)"', "evaluates text, whose variables are not seen"),
+        ("bash prepare.sh --all", "runs prepare.sh, whose variables are not seen"),
+        ('source "$ROOT/env.sh"', "reads another script, whose variables are not seen"),
+        ('bash -c "$COMMAND"', "runs text, whose variables are not seen"),
+    ],
+)
+def test_what_cannot_be_seen_is_told(text: str, message: str) -> None:
+    """Where a script runs what is not in it, that is a note, not silence."""
+    (found,) = check_script(text, NPU)
+    assert (found.finding.level, found.finding.message) == ("note", message)
+
+
+def test_line_ends_and_marks_that_bash_takes_for_text() -> None:
+    """CR LF and a byte order mark are errors, and the lines are still judged."""
+    found = check_script("\ufeffexport VLLM_USE_V1=1\ntrue\r\n", VLLM)
+    assert rows(found) == [
+        (1, "error", "script"),
+        (1, "warning", "VLLM_USE_V1"),
+        (2, "error", "script"),
+    ]
+    assert "byte order mark" in found[0].finding.message
+    assert "CR LF" in found[2].finding.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if true; then\n" * 2000 + "true\n" + "fi\n" * 2000,
+        'A="' + '$("' * 2000 + "x" + '")' * 2000 + '"',
+        "a() { b; b; }\nb() { c; c; }\n"
+        + "".join(f"f{n}() {{ f{n + 1}; f{n + 1}; }}\n" for n in range(30))
+        + "f0\n",
+    ],
+)
+def test_a_script_without_end_is_refused(text: str) -> None:
+    """Nesting and calls that multiply end in an error, not in a crash or a wait."""
+    with pytest.raises(ScriptError, match=r"nested deeper|expected at most 20000 commands"):
+        follow_script(text)
+
+
+def test_values_do_not_grow_without_end() -> None:
+    """A value that doubles with every line is unknown from some length on."""
+    (environ,) = exported(
+        "A=x\n" + "A=$A$A\n" * 60 + "X=(a)\n" + 'X+=("${X[@]}")\n' * 60 + "export A\n"
+    )
+    assert environ == {"A": None}
+
+
+def test_files_that_are_no_text_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Latin-1 comments do not matter, and JSON comes out for an empty file too."""
+    script = tmp_path / "run.sh"
+    script.write_bytes(b"# caf\xe9\nexport VLLM_USE_V1=1\r\n")
+    assert main(["check", str(script), "--vllm", "0.32.0", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["line"], row["variable"]) for row in found] == [(2, "script"), (2, "VLLM_USE_V1")]
+    script.write_bytes(b"")
+    assert main(["check", str(script), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["check", str(tmp_path), "--json"]) == 2
+    assert "Is a directory" in capsys.readouterr().err

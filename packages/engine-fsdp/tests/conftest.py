@@ -44,7 +44,12 @@ EXPERTS: dict[str, dict[str, object]] = {
 
 
 def save_tiny_model(
-    folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, **changes: object
+    folder: Path,
+    kind: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.2,
+    **changes: object,
 ) -> Path:
     """A model of two layers with weights large enough to give each token its own logprob."""
     config_class, model_class = KINDS[kind]
@@ -63,7 +68,7 @@ def save_tiny_model(
     torch.manual_seed(0)
     model = model_class(config_class(**settings))
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.2)
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=std)
     model.to(dtype).save_pretrained(folder)
     return folder
 

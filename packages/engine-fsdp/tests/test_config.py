@@ -37,7 +37,6 @@ def test_temperatures_that_are_no_numbers_are_refused(temperature: float) -> Non
     [
         (ParallelState(tensor_size=2), r"parallel\.tensor_size = 2.*set tensor_size to 1"),
         (ParallelState(pipeline_size=2), r"parallel\.pipeline_size = 2"),
-        (ParallelState(ulysses_size=2), r"parallel\.ulysses_size = 2"),
         (
             ParallelState(dp_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=2)),
             r"parallel\.extra_parallel_sizes\['ep'\] = 2",
@@ -48,6 +47,32 @@ def test_axes_without_effect_are_refused(parallel: ParallelState, text: str) -> 
     """An axis that this engine does not split along is an error that names it."""
     with pytest.raises(ValueError, match=text):
         _config(parallel=parallel)
+
+
+def test_sequences_may_be_shared() -> None:
+    """Ulysses is an axis of this engine."""
+    assert _config(parallel=ParallelState(dp_size=2, ulysses_size=2)).parallel.fsdp_size == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"activation_checkpointing": True}, r"activation_checkpointing.*'none', 'full', 'sel"),
+        ({"offload": "optimizer"}, r"offload.*'none', 'parameters'"),
+        (
+            {"compile_blocks": True, "compute_dtype": "float32"},
+            r"compile_blocks = True and compute_dtype: .*set compute_dtype = 'bfloat16'",
+        ),
+        (
+            {"compile_blocks": True, "parallel": ParallelState(ulysses_size=2)},
+            r"compile_blocks = True and parallel\.ulysses_size: .*set ulysses_size to 1",
+        ),
+    ],
+)
+def test_how_it_computes_is_refused_where_it_cannot(changes: dict[str, Any], text: str) -> None:
+    """A value that is none, and settings that exclude each other, with the one that would work."""
+    with pytest.raises(ValueError, match=text):
+        _config(**changes)
 
 
 def test_unknown_dtypes_are_refused() -> None:

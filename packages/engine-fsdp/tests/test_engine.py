@@ -391,12 +391,46 @@ def test_activation_checkpointing_gives_the_same_step(save_model: SaveModel) -> 
     """Recomputing under FSDP2 changes no bit of the weights after a step."""
     folder = save_model()
     exported = []
-    for checkpointing in (False, True):
+    for checkpointing in ("none", "full", "selective"):
         engine = _engine(folder, activation_checkpointing=checkpointing)
         engine.forward_backward(_batches(), _loss)
         engine.optim_step()
         exported.append(_weights(engine))
-    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+    for others in exported[1:]:
+        assert all(torch.equal(exported[0][name], others[name]) for name in exported[0])
+
+
+def test_entropies_come_with_the_logprobs(save_model: SaveModel) -> None:
+    """Entropy of plain transformers' softmax at the temperature, 0 outside the mask; same pass."""
+    folder = save_model("llama")
+    [batch] = _batches()
+    engine = _engine(folder, temperature=0.7)
+    [got] = engine.token_statistics([batch])
+    [logprobs] = engine.logprobs([batch])
+    assert torch.equal(got.logprobs, logprobs)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        with torch.no_grad():
+            logits = plain(batch.token_ids[None, begin:end]).logits[0, :-1] / 0.7
+        entropies = torch.distributions.Categorical(logits=logits).entropy()
+        expected = entropies * batch.loss_mask[begin + 1 : end]
+        torch.testing.assert_close(got.entropies[begin + 1 : end], expected, atol=1e-5, rtol=0.0)
+        assert got.entropies[begin] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"compile_blocks": True, "compute_dtype": "bfloat16"}, r"set compile_blocks = False"),
+        ({"offload": "parameters"}, r"in host memory already: set offload = 'none'"),
+    ],
+)
+def test_settings_without_effect_on_a_cpu_are_refused(
+    save_model: SaveModel, changes: dict[str, object], text: str
+) -> None:
+    """Compiled blocks and offloading are for GPUs; on a CPU they say so."""
+    with pytest.raises(ValueError, match=rf"has no effect on a CPU device.*{text}"):
+        _engine(save_model(), **changes)
 
 
 def test_what_runs_is_compared_with_what_was_asked(
@@ -417,10 +451,13 @@ def test_a_world_that_does_not_fit_is_refused(save_model: SaveModel) -> None:
 
 
 def test_devices_and_groups_that_are_not_there_are_refused(save_model: SaveModel) -> None:
-    """A GPU has no packed attention here; without a process group the message says what to call."""
+    """A device that is not there, one without packed attention, and no process group, in words."""
     config = FsdpConfig(model_path=str(save_model()), optim=OptimConfig(learning_rate=0.01))
-    with pytest.raises(ValueError, match=r"expected a CPU device, got cuda"):
-        FsdpEngine(config, device=torch.device("cuda"))
+    beyond = torch.device("cuda", torch.cuda.device_count())
+    with pytest.raises(ValueError, match=rf"got {beyond}, but torch .* sees \d+ such devices"):
+        FsdpEngine(config, device=beyond)
+    with pytest.raises(ValueError, match=r"expected a CPU or a CUDA .* device, got meta"):
+        FsdpEngine(config, device=torch.device("meta"))
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match=r"process_group\.init_process_group\(\) first"):
         FsdpEngine(config, device=CPU)

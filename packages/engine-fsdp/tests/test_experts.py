@@ -136,7 +136,7 @@ def test_bfloat16_computes_near_float32(save_model: SaveModel) -> None:
     folder = save_model("qwen3_moe")
     [batches] = pack(_trajectories(), ADVANTAGES, max_tokens=100)
     norms = []
-    for changes in ({}, {"compute_dtype": "bfloat16", "activation_checkpointing": True}):
+    for changes in ({}, {"compute_dtype": "bfloat16", "activation_checkpointing": "full"}):
         engine = _engine(folder, **changes)
         engine.forward_backward(batches, _loss)
         norms.append(engine.optim_step().grad_norm)

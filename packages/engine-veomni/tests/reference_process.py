@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from scenario_data import (
     ADVANTAGES,
+    DENSE_NAMES,
     EPS,
     LEARNING_RATE,
     LENGTHS,
@@ -19,7 +20,14 @@ from scenario_data import (
     num_loss_tokens,
     row,
 )
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 def row_logprobs(model: torch.nn.Module, index: int) -> torch.Tensor:
@@ -29,6 +37,14 @@ def row_logprobs(model: torch.nn.Module, index: int) -> torch.Tensor:
     logprobs = torch.cat([torch.zeros(1), picked])
     mask = (torch.arange(LENGTHS[index]) >= PROMPT_LENGTH) & (index not in MASKED_ROWS)
     return torch.where(mask, logprobs, 0.0)
+
+
+def row_routes(model: torch.nn.Module, index: int) -> torch.Tensor:
+    """Sorted experts of each token and layer; none of a dense model."""
+    output = model(input_ids=row(index)[None], use_cache=False, output_router_logits=True)
+    top_k = MODEL_ARGS["num_experts_per_tok"]
+    chosen = [logits.topk(top_k).indices.sort().values for logits in output.router_logits]
+    return torch.stack(chosen, dim=1)
 
 
 def new_model(args: dict[str, Any]) -> Qwen3MoeForCausalLM:
@@ -46,12 +62,24 @@ def make(folder: Path) -> None:
         experts.down_proj.copy_(torch.arange(18.0).view(2, 3, 3))
     square.save_pretrained(folder / "square")
 
-    model = new_model(MODEL_ARGS)
+    write_reference(new_model(MODEL_ARGS), folder)
+    dense_args = {name: value for name, value in MODEL_ARGS.items() if name in DENSE_NAMES}
+    write_reference(Qwen3ForCausalLM(Qwen3Config(**dense_args, dtype="float32")), folder / "dense")
+
+
+def write_reference(model: PreTrainedModel, folder: Path) -> None:
+    """A model that was moved away from its first weights, and what plain transformers make of it.
+
+    Below `folder`: the model, its logprobs, loss and gradient norm, and the model after a step.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder / "model")
     logprobs = {f"row-{index}": row_logprobs(model, index) for index in range(len(LENGTHS))}
+    routes = {}
+    if isinstance(model, Qwen3MoeForCausalLM):
+        routes = {f"routes-row-{index}": row_routes(model, index) for index in range(len(LENGTHS))}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
     sums = torch.stack([logprobs[f"row-{index}"].sum() for index in range(len(LENGTHS))])
     loss = -(torch.tensor(ADVANTAGES) * sums).sum() / num_loss_tokens()
@@ -63,6 +91,7 @@ def make(folder: Path) -> None:
     save_file(
         {
             **{name: value.detach() for name, value in logprobs.items()},
+            **routes,
             "loss": loss.detach(),
             "norm": norm,
         },

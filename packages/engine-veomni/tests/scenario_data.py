@@ -48,6 +48,18 @@ SQUARE_ARGS: dict[str, Any] = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
 }
+DENSE_NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+"""Of `MODEL_ARGS`, those that a model without experts has."""
 
 
 def row(index: int) -> Tensor:

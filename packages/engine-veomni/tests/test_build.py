@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_veomni import OptimConfig, VeomniConfig
 from engine_veomni.build import check_model_config, read_model_config
@@ -20,6 +20,7 @@ def moe(**changes: Any) -> Qwen3MoeConfig:  # noqa: ANN401 - any setting of the 
         "num_key_value_heads": 2,
         "num_experts": 6,
         "moe_intermediate_size": 12,
+        "architectures": ["Qwen3MoeForCausalLM"],
         **changes,
     }
     return Qwen3MoeConfig(**settings)
@@ -55,8 +56,21 @@ def test_a_dense_model_has_no_experts_to_spread(dense: Qwen3Config | Qwen3MoeCon
 
 def test_another_model_is_sent_to_the_other_engine() -> None:
     """The message names what is supported and what would work."""
-    with pytest.raises(ValueError, match=r"qwen3_moe, got 'qwen3'; engine-fsdp trains any"):
-        check_model_config(Qwen3Config(), over())
+    with pytest.raises(
+        ValueError, match=r"qwen3 or qwen3_moe, got 'llama'; engine-fsdp trains any"
+    ):
+        check_model_config(LlamaConfig(), over())
+
+
+def test_a_dense_model_is_accepted_without_expert_parallelism() -> None:
+    """Qwen3, over four data-parallel ranks."""
+    check_model_config(Qwen3Config(architectures=["Qwen3ForCausalLM"]), over(dp_size=4))
+
+
+def test_a_configuration_without_architectures_is_refused() -> None:
+    """VeOmni would fail with a TypeError of its own."""
+    with pytest.raises(ValueError, match=r"names no architectures, .* save_pretrained"):
+        check_model_config(moe(architectures=None), over())
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,19 @@ def test_a_row_of_two_equals_two_rows() -> None:
 
     def attend(lengths: tuple[int, ...]) -> torch.Tensor:
         output, weights = packed_attention(
-            torch.nn.Identity(), query, key, value, None, scaling=0.3, sequence_lengths=lengths
+            torch.nn.Identity(),
+            query,
+            key,
+            value,
+            None,
+            scaling=0.3,
+            sequence_lengths=lengths,
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         )
         assert weights is None
         return output
 
-    together = attend((3, 0, 4))
+    together = attend((3, 4))
     assert together.shape == (1, 7, 4, 8)
     scores = 0.3 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
     same = torch.tensor([0, 0, 0, 1, 1, 1, 1])
@@ -36,5 +43,12 @@ def test_lengths_that_do_not_fill_the_row_are_an_error() -> None:
     rows = torch.zeros(1, 1, 5, 8)
     with pytest.raises(RuntimeError, match="split_with_sizes"):
         packed_attention(
-            torch.nn.Identity(), rows, rows, rows, None, scaling=1.0, sequence_lengths=(2, 2)
+            torch.nn.Identity(),
+            rows,
+            rows,
+            rows,
+            None,
+            scaling=1.0,
+            sequence_lengths=(2, 2),
+            cu_seqlens=torch.tensor([0, 2, 4]),
         )

@@ -23,6 +23,8 @@ def run_ranks(scenario: str, world_size: int, folder: Path) -> None:
     """Run one scenario; if a rank fails or hangs, stop the others and show what they wrote."""
     outputs = [folder / f"{scenario}-{rank}.log" for rank in range(world_size)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    if not scenario.startswith("cuda"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # VeOmni would build its models there
     ranks: list[subprocess.Popen[bytes]] = []
     for index, output in enumerate(outputs):
         with output.open("w") as log:
@@ -59,12 +61,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_rank_meets_the_contract(folder: Path) -> None:
-    """All checks of `ENGINE_CHECKS` pass, and one rank equals plain transformers."""
+    """All checks of `ENGINE_CHECKS` pass; mixture and dense model equal plain transformers."""
     run_ranks("contract", 1, folder)
 
 
 def test_two_ranks_equal_plain_transformers(folder: Path) -> None:
     """EP 2 and EP 1 side by side: export, logprobs, gradient, step, resume, errors (A42, A38).
+
+    The routers' choices can be replayed.
 
     The exported folder gives plain transformers, in a process of its own, the logprobs that the
     engine reported last.
@@ -87,3 +91,17 @@ def test_two_ranks_in_bfloat16(folder: Path) -> None:
 def test_four_ranks_equal_plain_transformers(folder: Path) -> None:
     """Experts sharded within their rank, replicated (HSDP), and one pair per rank (A38)."""
     run_ranks("four_ranks", 4, folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_one_gpu_equals_plain_transformers(folder: Path) -> None:
+    """The contract in float32, both expert kernels in bfloat16, and no CPU backend."""
+    run_ranks("cuda", 1, folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here")
+def test_two_gpus_equal_plain_transformers(folder: Path) -> None:
+    """Over NCCL: experts spread, weights sharded, and the model replicated."""
+    run_ranks("cuda_two_ranks", 2, folder)

@@ -1,5 +1,7 @@
 """Where ranks sit, against drawings by hand and against each other."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -101,6 +103,13 @@ def test_a_rank_outside_of_the_world_is_refused() -> None:
         rank_coordinates(STATE, 16)
     with pytest.raises(ValueError, match="rank -1 is outside of a world of 16 ranks"):
         rank_coordinates(STATE, -1)
+
+
+@pytest.mark.parametrize("rank", [True, 1.5, "1", None])
+def test_a_rank_is_an_int(rank: Any) -> None:  # noqa: ANN401  # of any wrong type
+    """1.5 has no place, and no half coordinates."""
+    with pytest.raises(TypeError, match=r"rank_coordinates: rank: expected an int, got "):
+        rank_coordinates(STATE, rank)
 
 
 def test_an_unknown_axis_is_refused_with_the_nearest() -> None:

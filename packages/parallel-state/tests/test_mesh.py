@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from parallel_state import ParallelState
 from parallel_state.mesh import build_meshes
@@ -15,7 +16,8 @@ RunRanks = Callable[[str, int, list[str]], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def two_ranks(run_ranks: RunRanks) -> list[dict[str, Any]]:
-    return run_ranks("meshes", 2, ["one_axis", "wrong_world", "shard_size_one", "unknown_axis"])
+    names = ["one_axis", "wrong_world", "shard_size_one", "unknown_axis", "disagreement"]
+    return run_ranks("meshes", 2, [*names, "device_types"])
 
 
 def test_two_ranks_share_the_shards_and_split_the_experts(two_ranks: list[dict[str, Any]]) -> None:
@@ -44,8 +46,30 @@ def test_a_world_of_another_size_is_refused_with_both_numbers(
     """Meshes for 4 ranks are not built on 2 (A37: the error names both)."""
     assert two_ranks[0]["wrong_world"] == (
         "this ParallelState needs 4 ranks (pipeline 1 * dp_replicate 1 * dp_shard 4 * ulysses 1 "
-        "* tensor 1), got a world of 2; ParallelState.for_world(2) fills it"
+        "* tensor 1), got a world of 2; ParallelState.for_world(2, ...) derives dp_size from the "
+        "world"
     )
+
+
+def test_ranks_with_different_states_are_refused(two_ranks: list[dict[str, Any]]) -> None:
+    """Each state fits the world, and the groups would be different ones on every rank."""
+    for result in two_ranks:
+        assert result["disagreement"] == (
+            "build_meshes: expected an equal state on every rank, got rank 0: "
+            f"{ParallelState(dp_size=2)!r}; rank 1: {ParallelState(ulysses_size=2)!r}"
+        )
+
+
+def test_a_device_type_that_is_not_there_is_refused(two_ranks: list[dict[str, Any]]) -> None:
+    """`gpu` is no type, `cpu:0` is a device, and this machine has no accelerator."""
+    gpu, index, *cuda = two_ranks[0]["device_types"]
+    assert gpu.startswith("ValueError: build_meshes: device_type: expected one that the process")
+    assert gpu.endswith(", got 'gpu'")
+    assert index.endswith(", got 'cpu:0'")
+    if not torch.cuda.is_available():
+        assert cuda == [
+            "RuntimeError: build_meshes: there is no device of the type 'cuda' in this process"
+        ]
 
 
 def test_replicas_of_one_shard_still_average_their_gradients(
@@ -125,6 +149,12 @@ def test_no_process_group_is_an_error_that_says_what_to_call() -> None:
     """Meshes need a process group."""
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group first"):
         build_meshes(ParallelState(), "cpu")
+
+
+def test_only_a_state_has_meshes() -> None:
+    """A dict of degrees is refused by name."""
+    with pytest.raises(TypeError, match=r"expected a ParallelState, got \{'dp_size': 2\} \(dict\)"):
+        build_meshes({"dp_size": 2}, "cpu")  # type: ignore[arg-type]
 
 
 def test_unknown_axis_of_the_meshes_names_the_nearest(two_ranks: list[dict[str, Any]]) -> None:

@@ -76,6 +76,16 @@ def test_the_command_prints_the_picture() -> None:
         (["--world-size", "6", "--ep", "4"], "extra_parallel_sizes['ep'] = 4 must divide"),
         (["--world-size", "8", "--extra", "emb"], "expected NAME=SIZE such as emb=2, got 'emb'"),
         (["--world-size", "8", "--extra", "ep=2"], "the axis 'ep' was given twice"),
+        (["--world-size", "8", "--extra", "emb=\u0662"], "expected NAME=SIZE such as emb=2"),
+        (["--world-size", "8_0"], "--world-size: expected a whole number such as 8, got '8_0'"),
+        (["--world-size", "-8"], "--world-size: expected a whole number such as 8, got '-8'"),
+        (["--world-size", "9" * 5000], "--world-size: expected a whole number such as 8, got"),
+        (["--world-size", "8", "--tens", "2"], "unrecognized arguments: --tens 2"),
+        (
+            ["--world-size", "131073"],
+            "a line for each rank, at most 131072 of them, got a world of",
+        ),
+        (["--world-size", "999999999999999", "--ep", "7"], "use a divisor of 999999999999999"),
     ],
 )
 def test_the_command_refuses_with_the_rule(
@@ -86,3 +96,13 @@ def test_the_command_refuses_with_the_rule(
         main(["show", *arguments])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_help_has_an_example_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the help shows can be typed."""
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines() if "64 --ep" in line]
+    assert [words[0] for words in shown] == ["parallel-state"]
+    assert main(shown[0][1:]) == 0
+    assert capsys.readouterr().out.startswith("64 ranks = dp_shard 64; fsdp 64 = ep_fsdp 8 x ep 8")

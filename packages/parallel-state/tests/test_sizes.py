@@ -1,6 +1,7 @@
 """ExtraParallelSizes as a value: what it holds, what it refuses, where it survives."""
 
 import copy
+import enum
 import os
 import pickle
 import subprocess
@@ -84,6 +85,15 @@ def test_it_is_frozen() -> None:
             ),
         ),
         (
+            [("ep", 8)],
+            TypeError,
+            (
+                "ExtraParallelSizes: expected a mapping from axis names to sizes, got the "
+                "list [('ep', 8)], which does not say which axis a size belongs to; "
+                "write ExtraParallelSizes({'ep': 8, 'emb': 2})"
+            ),
+        ),
+        (
             8,
             TypeError,
             (
@@ -149,6 +159,27 @@ def test_what_is_no_set_of_sizes_is_refused(
     with pytest.raises(error) as caught:
         ExtraParallelSizes.from_config(value)
     assert str(caught.value) == message
+
+
+def test_enums_are_kept_as_what_they_stand_for() -> None:
+    """Names and sizes become plain, so that a log shows them and no pickle needs their class."""
+
+    class Axis(enum.StrEnum):
+        EP = "ep"
+
+    class Size(enum.IntEnum):
+        NODE = 8
+
+    sizes = ExtraParallelSizes[str]({Axis.EP: Size.NODE})
+    assert repr(sizes) == "ExtraParallelSizes({'ep': 8})"
+    assert [(type(axis), type(size)) for axis, size in sizes.items()] == [(str, int)]
+
+
+def test_a_default_has_ep_alone_whatever_the_annotation_says() -> None:
+    """What no type checker sees fails at the first look, with the names that there are."""
+    state = ParallelState[Literal["ep", "emb"]](dp_size=2)
+    with pytest.raises(UnknownAxisError, match=r"^unknown axis 'emb'; .* has: ep$"):
+        state.extra_parallel_sizes["emb"]
 
 
 def test_an_unknown_axis_is_a_key_error_that_names_the_nearest() -> None:

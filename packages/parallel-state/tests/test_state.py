@@ -1,6 +1,6 @@
 """ParallelState: derived sizes by hand, and the words of every rule."""
 
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -162,6 +162,39 @@ def test_check_world_names_both_numbers() -> None:
     ParallelState(dp_size=2).check_world(2)
     with pytest.raises(ValueError, match=r"needs 2 ranks \(.*dp_shard 2.*\), got a world of 3"):
         ParallelState(dp_size=2).check_world(3)
+
+
+@pytest.mark.parametrize("world_size", [True, 2.0, "2"])
+def test_a_world_is_an_int(world_size: Any) -> None:  # noqa: ANN401  # of any wrong type
+    """A message that needs 2 ranks and got a world of 2 would help nobody."""
+    with pytest.raises(TypeError, match=r"check_world: world_size: expected an int of at least 1"):
+        ParallelState(dp_size=2).check_world(world_size)
+
+
+@pytest.mark.parametrize(
+    ("ep", "use"),
+    [
+        (11, "use such as 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21 or 24"),
+        (
+            999,
+            (
+                "use such as 252, 280, 315, 336, 360, 420, 504, 560, 630, 720, 840, 1008, 1260, "
+                "1680, 2520 or 5040"
+            ),
+        ),
+    ],
+)
+def test_many_divisors_are_cut_to_the_nearest(ep: int, use: str) -> None:
+    """5040 has 60 divisors."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the text is compared below
+        ParallelState(dp_size=5040, extra_parallel_sizes=ExtraParallelSizes.of(ep=ep))
+    assert str(caught.value).endswith(use)
+
+
+def test_a_number_too_large_to_take_apart_is_refused_at_once() -> None:
+    """10**30 has divisors, and nobody waits for them."""
+    with pytest.raises(ValueError, match=r"must divide dp_size 10{30}; use a divisor of 10{30}$"):
+        ParallelState(dp_size=10**30, dp_replicate_size=7)
 
 
 def test_heads_against_ulysses() -> None:

@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from rl_contracts import ConfigError, OptimConfig, load_config
+from rl_contracts.optim import Schedule
 
 
 def test_warmup_by_hand() -> None:
@@ -16,6 +17,57 @@ def test_warmup_by_hand() -> None:
     rates = [optim.learning_rate_at(steps) for steps in range(6)]
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
     assert OptimConfig(learning_rate=0.1).learning_rate_at(0) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "falling"),
+    [
+        ("linear", [0.1, 0.08, 0.06, 0.04]),
+        # 0.02 + 0.08 * (1 + cos(pi p)) / 2, where cos(pi / 4) is the root of a half
+        ("cosine", [0.1, 0.0882842712, 0.06, 0.0317157288]),
+    ],
+)
+def test_schedules_by_hand(schedule: Schedule, falling: list[float]) -> None:
+    """Two steps up, four down to 0.02, where it stays; without a final rate it falls to 0."""
+    optim = OptimConfig(
+        learning_rate=0.1,
+        warmup_steps=2,
+        schedule=schedule,
+        total_steps=6,
+        final_learning_rate=0.02,
+    )
+    rates = [optim.learning_rate_at(steps) for steps in range(8)]
+    assert rates == pytest.approx([0.05, 0.1, *falling, 0.02, 0.02])
+    to_zero = attrs.evolve(optim, final_learning_rate=None)
+    assert to_zero.learning_rate_at(5) == pytest.approx((falling[3] - 0.02) / 0.8)
+    assert to_zero.learning_rate_at(6) == to_zero.learning_rate_at(99) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"schedule": "cosine"}, r"schedule = cosine: expected total_steps, .* got None"),
+        ({"total_steps": 9}, r"total_steps = 9: a constant schedule has no end; leave it out"),
+        (
+            {"final_learning_rate": 0.0},
+            r"final_learning_rate = 0\.0: a constant schedule has no end",
+        ),
+        ({"schedule": "linear", "total_steps": -1}, r"'total_steps' must be >= 1"),
+        (
+            {"schedule": "linear", "total_steps": 5, "warmup_steps": 5},
+            r"total_steps = 5: expected more than warmup_steps = 5",
+        ),
+        (
+            {"schedule": "linear", "total_steps": 5, "final_learning_rate": 0.2},
+            r"final_learning_rate = 0\.2: expected at most learning_rate = 0\.1",
+        ),
+        ({"schedule": "wsd"}, r"'schedule' must be in \('constant', 'linear', 'cosine'\)"),
+    ],
+)
+def test_a_schedule_without_its_end_is_refused(changes: dict[str, Any], text: str) -> None:
+    """So is an end without a schedule that has one: neither could take effect (verl#6683)."""
+    with pytest.raises(ValueError, match=text):
+        attrs.evolve(OptimConfig(learning_rate=0.1), **changes)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +92,11 @@ def test_settings_out_of_range(changes: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(
-    "name", ["learning_rate", "eps", "weight_decay", "max_grad_norm", "betas.0", "betas.1"]
+    "name",
+    [
+        *("learning_rate", "eps", "weight_decay", "max_grad_norm", "final_learning_rate"),
+        *("betas.0", "betas.1"),
+    ],
 )
 def test_numbers_that_are_not_finite_are_refused(name: str, value: float) -> None:
     """Infinity and nan would pass a bound, and turn steps, decay or clipping off (A24)."""
@@ -55,7 +111,10 @@ def test_numbers_that_are_not_finite_are_refused(name: str, value: float) -> Non
 def test_every_float_is_among_them() -> None:
     """A float that is added to the settings belongs into the test above."""
     floats = {field.name for field in attrs.fields(OptimConfig) if "float" in str(field.type)}
-    assert floats == {"learning_rate", "eps", "weight_decay", "max_grad_norm", "betas"}
+    assert floats == {
+        *("learning_rate", "eps", "weight_decay", "max_grad_norm", "betas"),
+        "final_learning_rate",
+    }
 
 
 def test_infinity_in_a_file_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_every_pair_is_graded_right() -> None:
 
 def test_numbers_need_no_algebra() -> None:
     """Fractions, decimals, percents, thousands and mixed numbers are decided here and exactly."""
-    numbers = {
+    numbers: dict[str, Fraction | int] = {
         "1{,}234": 1234,
         r"1\,234": 1234,
         r"\dfrac{1}{-2}": Fraction(-1, 2),

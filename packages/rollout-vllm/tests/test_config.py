@@ -4,13 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attrs
 import pytest
 
 from rl_contracts.config import load_config
 from rollout_vllm import VllmConfig
-from rollout_vllm.arguments import _NOT_UPDATABLE, _OWNED, _REFUSED, known_arguments
-from rollout_vllm.versions import ARGUMENT_NAMES, argument_names
+from rollout_vllm.device_rules import check_device_rules
+from rollout_vllm.versions import argument_names
 
 
 def config(**changes: object) -> VllmConfig:
@@ -62,7 +61,7 @@ def test_effective_arguments_name_their_origin() -> None:
         ),
         ({"max_model_len": 8}, r"'max_model_len' cannot be given here: use VllmConfig.max_model"),
         ({"logprobs_mode": "raw_logprobs"}, r"'logprobs_mode' cannot be given here: it is fixed"),
-        ({"load_format": "pt"}, r"pickled weights can run code"),
+        ({"load_format": "pt"}, r"use VllmConfig.load_format \(pickled weights can run code\)"),
         ({"blok_size": 16}, r"'blok_size' is not an argument of the installed vLLM; nearest: 'bl"),
         ({"max_num_seq": 4}, r"nearest: 'max_num_seqs' \(use VllmConfig.max_num_seqs\)"),
         ({"disable_log_requests": True}, r"'disable_log_requests' is not an argument of the inst"),
@@ -86,6 +85,12 @@ def test_effective_arguments_name_their_origin() -> None:
             {"kv_cache_dtype_skip_layers": ["0"]},
             r"'kv_cache_dtype_skip_layers' is \['0'\] \(list\), which cannot be read back",
         ),
+        ({"data_parallel_size": 2}, r"'data_parallel_size' .* use VllmConfig.data_parallel_size"),
+        ({"attention_backend": "FLASHINFER"}, r"use VllmConfig.attention_backend"),
+        ({"enable_sleep_mode": True}, r"use VllmConfig.enable_sleep"),
+        ({"pipeline_parallel_size": 2}, r"'pipeline_parallel_size' is not supported yet"),
+        ({"quantization": "fp8"}, r"'quantization' is not supported yet"),
+        ({"speculative_config": {}}, r"'speculative_config' is not supported yet"),
         ({"seed": 1, "dtype": "auto"}, r"'seed' cannot .*; 'dtype' cannot"),
     ],
 )
@@ -103,8 +108,36 @@ def test_engine_args_that_cannot_take_effect_are_refused(
         ({"kv_cache_gib": None}, r"exactly one of kv_cache_gib and gpu_memory_utilization"),
         ({"gpu_memory_utilization": 0.5}, r"leaves the share without effect\), got 1.0 and 0.5"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size = 2 cannot run on the CPU"),
-        ({"expert_parallel_size": 2}, r"must be 1 or equal tensor_parallel_size = 1, got 2"),
-        ({"enforce_eager": False}, r"enforce_eager = False is not supported on the CPU"),
+        (
+            {"data_parallel_size": 2},
+            r"data_parallel_size = 2 cannot .* use 1, and several samplers",
+        ),
+        (
+            {"expert_parallel_size": 2},
+            r"must be 1 or equal tensor_parallel_size x data_parallel_size = 1 \(.*, got 2",
+        ),
+        (
+            {
+                "device": "cuda",
+                "tensor_parallel_size": 2,
+                "data_parallel_size": 2,
+                "expert_parallel_size": 2,
+            },
+            r"x data_parallel_size = 4 \(vLLM spreads the experts over all of them\), got 2",
+        ),
+        ({"enforce_eager": False}, r"enforce_eager = False cannot run on the CPU"),
+        ({"attention_backend": "FLASH_ATTN"}, r"vLLM has one kind of attention there"),
+        ({"enable_sleep": True}, r"enable_sleep = True cannot .* do nothing there \(0.32\)"),
+        (
+            {"return_routed_experts": True},
+            r"vLLM 0.32.0 returns none or wrong ones there; use 0.30, or recompute them in",
+        ),
+        (
+            {"device": "cuda", "return_routed_experts": True},
+            r"cannot run on a GPU in this release: no engine there has been shown to return them",
+        ),
+        ({"device": "npu"}, r"'device' must be in"),
+        ({"load_format": "pt"}, r"'load_format' must be in"),
         ({"max_model_len": 1}, r"'max_model_len' must be >= 2: 1"),
         ({"dtype": "int8"}, r"'dtype' must be in"),
     ],
@@ -131,24 +164,70 @@ def test_later_changes_to_the_callers_mapping_do_not_arrive() -> None:
     assert made.engine_args == {"block_size": 64}
 
 
-def test_table_of_names_fits_the_installed_vllm() -> None:
-    """Every name of the table, and every name that is refused, is an argument of this vLLM."""
-    known = known_arguments()
-    assert known is not None
-    assert set(ARGUMENT_NAMES["0.32"].values()) <= known
-    assert set(_OWNED) <= known
-    assert known >= _NOT_UPDATABLE
-    assert set(_REFUSED) <= known
-    assert not set(_REFUSED) & (set(_OWNED) | _NOT_UPDATABLE)
-    fields = {field.name for field in attrs.fields(VllmConfig)}
-    assert set(ARGUMENT_NAMES["0.32"]) <= fields
-    assert {field for field in fields if field in known} <= set(ARGUMENT_NAMES["0.32"])
+def test_gpu_takes_what_the_cpu_refuses() -> None:
+    """The refusals of one CPU are no rule on GPUs; what follows from the device is named."""
+    arguments = config(
+        device="cuda",
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        expert_parallel_size=4,
+        enable_sleep=True,
+        attention_backend="TRITON_ATTN",
+        engine_args={"max_cudagraph_capture_size": 64},
+    ).effective_engine_args()
+    values = {name: argument.value for name, argument in arguments.items()}
+    assert values["enable_expert_parallel"] is True
+    assert values["tensor_parallel_size"] == values["data_parallel_size"] == 2
+    assert values["distributed_executor_backend"] == "mp"
+    assert values["enable_sleep_mode"] is True
+    assert "enable_return_routed_experts" not in values
+    assert values["gpu_memory_utilization"] == 0.01  # vLLM's own 0.9 leaves no room for a trainer
+    assert values["attention_backend"] == "TRITON_ATTN"
+    assert values["enforce_eager"] is False
+    assert arguments["enforce_eager"].origin == "derived from VllmConfig.device = 'cuda'"
+    assert "max_num_seqs" not in arguments  # vLLM decides by the GPU's memory
+    assert config().effective_engine_args()["max_num_seqs"].value == 64
+    assert config().effective_engine_args()["enforce_eager"].value is True
+
+
+@pytest.mark.parametrize("name", ["compilation_config", "enable_dbo", "all2all_backend"])
+def test_gpu_refuses_what_no_test_has_shown(name: str) -> None:
+    """An argument that has no effect on a CPU has one on a GPU, and passes only once tried."""
+    with pytest.raises(ValueError, match=rf"'{name}' cannot .* no test has shown that it does its"):
+        config(device="cuda", engine_args={name: True})
+
+
+@pytest.mark.parametrize("version", ["0.30.0", None])
+def test_experts_are_returned_on_the_cpu_by_0_30(version: str | None) -> None:
+    """0.25.1 returns wrong ones, which only a comparison shows; without a vLLM the start asks."""
+    settings = {
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "enforce_eager": None,
+        "attention_backend": None,
+        "enable_sleep": False,
+        "return_routed_experts": True,
+    }
+    check_device_rules("cpu", settings, version=version)
+    for other in ("0.25.1", "0.31.0"):
+        with pytest.raises(ValueError, match=rf"vLLM {other} returns none or wrong ones there"):
+            check_device_rules("cpu", settings, version=other)
 
 
 def test_unknown_version_is_refused() -> None:
-    """A version that was never run is named beside the supported ones."""
-    with pytest.raises(ValueError, match=r"vLLM 0.99.1 is not supported .* supported: 0.32.x"):
+    """A version that was never looked at is named beside the supported ones."""
+    with pytest.raises(
+        ValueError,
+        match=r"vLLM 0.99.1 is not supported .* supported: 0.25.x, 0.28.x, 0.30.x, 0.32.x",
+    ):
         argument_names("0.99.1")
+
+
+def test_version_on_which_no_sampler_starts_is_refused() -> None:
+    """The names of 0.23 are known, but its weight transfer is another one."""
+    with pytest.raises(ValueError, match=r"vLLM 0.23.0 .* \(it makes and calls weight-transfer"):
+        argument_names("0.23.0")
 
 
 def test_config_is_read_from_a_file(tmp_path: Path) -> None:

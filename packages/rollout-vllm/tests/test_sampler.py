@@ -20,14 +20,16 @@ from transformers import (
 from rl_contracts.rollout import Completion, PolicyVersion, Sampler, SamplingParams
 from rl_contracts.train import WeightSink
 from rollout_vllm import (
+    InFlight,
     SamplerClosedError,
     SamplerDiedError,
     VllmConfig,
     VllmSampler,
     publish_weights,
 )
-from rollout_vllm.sampler import _SHARED_MEMORY
+from rollout_vllm.torch_headers import tensor_headers
 from rollout_vllm.vllm_engine import VllmEngine
+from rollout_vllm.weights_stream import Carriage, StreamReport, WeightStream
 
 pytestmark = pytest.mark.slow
 
@@ -383,11 +385,16 @@ def test_one_changed_weight_moves_the_logprobs(tied: Running) -> None:
     assert_logprobs_match(model, [after], PROMPT)
 
 
-def test_update_while_requests_run(tied: Running) -> None:
-    """Running requests go on: early tokens are the old weights', later ones the new weights'."""
+@pytest.mark.parametrize("in_flight", ["keep", "abort", "wait"])
+def test_update_while_requests_run(tied: Running, in_flight: InFlight) -> None:
+    """Early tokens are the old weights', later ones the new weights', each with its own logprob.
+
+    Waited for, a request has one version, and those without a place yet have the new one.
+    """
+    before = tied.sampler.policy_version
     old, new = dense_model(tied=True, seed=3), dense_model(tied=True, seed=4)
-    load(tied, old, 4)
-    params = SamplingParams(max_new_tokens=240)
+    load(tied, old, before + 1)
+    params = SamplingParams(max_new_tokens=240 if in_flight != "wait" else 60)
 
     async def update_in_flight() -> list[Completion]:
         tasks = [
@@ -395,35 +402,111 @@ def test_update_while_requests_run(tied: Running) -> None:
             for _ in range(24)  # twelve times what fits at once: some run, some wait
         ]
         await asyncio.sleep(0.3)
-        await tied.sampler.load_weights(checkpoint_weights(new), version=PolicyVersion(5))
+        await tied.sampler.load_weights(
+            checkpoint_weights(new), version=PolicyVersion(before + 2), in_flight=in_flight
+        )
         return [completion for task in tasks for completion in await task]
 
     completions = tied.runner.run(update_in_flight())
     mixed = [c for c in completions if len(set(c.policy_versions)) == 2]
-    assert mixed, "no request was caught in flight"
+    assert bool(mixed) == (in_flight != "wait"), "no request was caught in flight"
+    assert {version for c in completions for version in c.policy_versions} == {
+        before + 1,
+        before + 2,
+    }
     for completion in completions:
         expected = {
-            4: reference_logprobs(old, PROMPT, completion),
-            5: reference_logprobs(new, PROMPT, completion),
+            before + 1: reference_logprobs(old, PROMPT, completion),
+            before + 2: reference_logprobs(new, PROMPT, completion),
         }
         by_version = [
             expected[version][place] for place, version in enumerate(completion.policy_versions)
         ]
+        assert completion.finish_reason in {"stop", "length"}
         assert list(completion.policy_versions) == sorted(completion.policy_versions)
         assert largest_difference(completion.rollout_logprobs, by_version) < 1e-4
 
 
-def test_wrong_weights_are_refused_and_the_old_ones_answer(tied: Running) -> None:
+def load_stream(running: Running, stream: WeightStream, model: PreTrainedModel) -> StreamReport:
+    """Give the sampler another model's weights, while they are exported."""
+
+    async def offer_and_send() -> StreamReport:
+        version = PolicyVersion(running.sampler.policy_version + 1)
+        _, report = await asyncio.gather(
+            running.sampler.load_published(stream.offer(version)),
+            asyncio.to_thread(stream.send, checkpoint_weights(model)),
+        )
+        return report
+
+    return running.runner.run(offer_and_send())
+
+
+def stream_to(model: PreTrainedModel, carriage: Carriage) -> WeightStream:
+    """A stream whose bucket is a fraction of the model, with all checks."""
+    return WeightStream(
+        tensor_headers(checkpoint_weights(model), dtype="float32"),
+        dtype="float32",
+        device=torch.device("cpu"),
+        carriage=carriage,
+        bucket_bytes=2**17,
+        timeout_s=60.0,
+        checksums=True,
+    )
+
+
+@pytest.mark.parametrize("carriage", ["shared", "broadcast"])
+def test_streamed_weights(tied: Running, carriage: Carriage) -> None:
+    """Through a bucket of 128 KiB, 600 KiB of weights arrive: twice, by one stream."""
+    with stream_to(dense_model(tied=True, seed=0), carriage) as stream:
+        for seed in (11, 12):
+            model = dense_model(tied=True, seed=seed)
+            report = load_stream(tied, stream, model)
+            assert report.num_buckets > 5
+            completions = sample(tied, PROMPT * 30)
+            assert_logprobs_match(model, completions, PROMPT * 30)
+            version = tied.sampler.policy_version
+            assert all(set(c.policy_versions) == {version} for c in completions)
+
+
+def test_a_stream_that_does_not_fit_is_refused_on_both_sides(tied: Running) -> None:
+    """Nothing was sent: the sender hears why, and the old weights go on."""
+    model = dense_model(tied=True, seed=13)
+    load(tied, model, tied.sampler.policy_version + 1)
+    with (
+        stream_to(moe_model(seed=0), "shared") as stream,
+        pytest.raises(ValueError, match=r"do not fit the model, nothing was loaded: .*experts"),
+    ):
+        load_stream(tied, stream, moe_model(seed=0))
+    assert_logprobs_match(model, sample(tied, PROMPT), PROMPT)
+
+
+def test_a_sender_that_is_gone_leaves_the_old_weights(tied: Running) -> None:
+    """Before a weight is touched an update may fail without harm, and requests go on."""
+    model = dense_model(tied=True, seed=14)
+    version = PolicyVersion(tied.sampler.policy_version + 1)
+    load(tied, model, version)
+    with stream_to(model, "shared") as stream:
+        offered = stream.offer(PolicyVersion(version + 1))
+    with pytest.raises(ConnectionError, match=r"nothing was loaded, .* did not reach the sender"):
+        tied.runner.run(tied.sampler.load_published(offered))
+    assert tied.sampler.policy_version == version
+    assert_logprobs_match(model, sample(tied, PROMPT), PROMPT)
+
+
+def test_wrong_weights_are_refused_and_the_old_ones_answer(
+    tied: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names, shapes, missing weights and versions are checked before a weight is touched."""
+    monkeypatch.setattr("rollout_vllm.sampler._SHARED_MEMORY", tmp_path)
     model = dense_model(tied=True, seed=5)
-    load(tied, model, 6)
+    load(tied, model, 40)
     other = checkpoint_weights(dense_model(tied=True, seed=6))
     name, tensor = other[3]
 
     def refused(weights: list[tuple[str, torch.Tensor]], text: str) -> None:
         with pytest.raises(ValueError, match=text):
-            tied.runner.run(tied.sampler.load_weights(weights, version=PolicyVersion(7)))
-        assert tied.sampler.policy_version == 6
+            tied.runner.run(tied.sampler.load_weights(weights, version=PolicyVersion(41)))
+        assert tied.sampler.policy_version == 40
         assert_logprobs_match(model, sample(tied, PROMPT), PROMPT)
 
     refused([*other[:3], *other[4:]], rf"'{name}' is missing")
@@ -434,27 +517,27 @@ def test_wrong_weights_are_refused_and_the_old_ones_answer(tied: Running) -> Non
         r"ties 'lm_head.weight' to 'model.embed_tokens.weight', .* different values",
     )
     with pytest.raises(TypeError, match=r"expected a torch.Tensor"):
-        tied.runner.run(tied.sampler.load_weights([(name, [1.0])], version=PolicyVersion(7)))  # type: ignore[list-item]
-    assert not list(_SHARED_MEMORY.glob("rollout-vllm-*"))
+        tied.runner.run(tied.sampler.load_weights([(name, [1.0])], version=PolicyVersion(41)))  # type: ignore[list-item]
+    assert not list(tmp_path.iterdir())
 
 
 def test_older_version_is_refused_only_while_requests_run(tied: Running) -> None:
     """Versions never fall along a completion; an idle sampler may go back, as recovery does."""
     model = dense_model(tied=True, seed=7)
-    load(tied, model, 9)
+    load(tied, model, 49)
 
     async def go_back() -> None:
         task = asyncio.create_task(
             tied.sampler.sample([5], num_samples=64, params=SamplingParams(max_new_tokens=250))
         )
         await asyncio.sleep(0.1)
-        with pytest.raises(ValueError, match=r"version 9 or later while 1 requests run.*got 8"):
-            await tied.sampler.load_weights(checkpoint_weights(model), version=PolicyVersion(8))
+        with pytest.raises(ValueError, match=r"version 49 or later while 1 requests run.*got 48"):
+            await tied.sampler.load_weights(checkpoint_weights(model), version=PolicyVersion(48))
         await task
 
     tied.runner.run(go_back())
-    load(tied, model, 8)
-    assert tied.sampler.policy_version == 8
+    load(tied, model, 48)
+    assert tied.sampler.policy_version == 48
 
 
 def test_published_files_are_removed_once_loaded(tied: Running, tmp_path: Path) -> None:
@@ -462,7 +545,7 @@ def test_published_files_are_removed_once_loaded(tied: Running, tmp_path: Path) 
     model = dense_model(tied=True, seed=8)
     published = publish_weights(
         checkpoint_weights(model),
-        version=PolicyVersion(20),
+        version=PolicyVersion(60),
         folder=tmp_path,
         dtype="float32",
         bucket_bytes=100_000,
@@ -484,7 +567,11 @@ def test_head_of_its_own_and_experts_get_new_weights(
     assert_logprobs_match(moe_model(seed=0), sample(running, PROMPT), PROMPT)
     for version in (1, 2):
         model = moe_model(seed=version)
-        load(running, model, version)
+        if version == 1:
+            load(running, model, version)
+        else:
+            with stream_to(model, "shared") as stream:
+                load_stream(running, stream, model)
         completions = sample(running, PROMPT)
         assert_logprobs_match(model, completions, PROMPT)
         assert all(set(c.policy_versions) == {version} for c in completions)

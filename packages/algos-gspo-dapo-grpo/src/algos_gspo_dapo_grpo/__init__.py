@@ -17,6 +17,7 @@ from algos_gspo_dapo_grpo.aggregation import (
     SequenceMeanTokenSum,
     TokenMean,
     aggregate,
+    aggregate_sequences,
     count_batch,
 )
 from algos_gspo_dapo_grpo.cispo import (
@@ -71,7 +72,7 @@ from algos_gspo_dapo_grpo.gdpo import (
 )
 from algos_gspo_dapo_grpo.gmpo import (
     GmpoLoss,
-    gmpo_token_losses,
+    gmpo_sequence_losses,
 )
 from algos_gspo_dapo_grpo.gpg import (
     GpgAdvantages,
@@ -245,6 +246,7 @@ __all__ = [
     "WeightMasking",
     "accepted_sequences",
     "aggregate",
+    "aggregate_sequences",
     "cispo_token_losses",
     "clip_cov_selection",
     "clip_cov_token_losses",
@@ -262,7 +264,7 @@ __all__ = [
     "entropy_estimate",
     "gae",
     "gdpo_advantages",
-    "gmpo_token_losses",
+    "gmpo_sequence_losses",
     "gpg_advantages",
     "gpg_token_losses",
     "group_advantages",

@@ -26,6 +26,7 @@ from algos_gspo_dapo_grpo.gpg import GpgAdvantages, gpg_advantages
 from algos_gspo_dapo_grpo.groups import grouped
 from algos_gspo_dapo_grpo.maxrl import MaxRlAdvantages, maxrl_advantages
 from algos_gspo_dapo_grpo.rloo import RlooAdvantages, rloo_advantages
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 
 @final
@@ -43,7 +44,7 @@ class GrpoAdvantages:
     The paper says "standard deviation" without more. Default: sample, as verl and TRL compute it.
     """
 
-    epsilon: float = attrs.field(default=1e-6, validator=attrs.validators.gt(0.0))
+    epsilon: float = attrs.field(default=1e-6, validator=positive_validator)
     """Added to the standard deviation, in reward units. Default: verl's."""
 
 

@@ -6,6 +6,7 @@ therefore a *share*: the shares of any split add up to the value of the undivide
 do their gradients. Averaging means of micro-batches does not have this property.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, assert_never, final
 
@@ -15,6 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from algos_gspo_dapo_grpo.sequences import Sequences
+from algos_gspo_dapo_grpo.shapes import check_one_shape
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 
 @final
@@ -52,7 +55,7 @@ class FixedNormaliser:
 
     kind: ClassVar[Literal["fixed_normaliser"]] = "fixed_normaliser"
 
-    normaliser: float = attrs.field(validator=attrs.validators.gt(0.0))
+    normaliser: float = attrs.field(validator=positive_validator)
     """Tokens that each sequence's sum is divided by, whatever its length.
 
     The paper's code uses the longest completion that may be generated. A constant, never the
@@ -81,6 +84,14 @@ class BatchCounts:
 
     def __post_init__(self) -> None:
         """Check that the two numbers can belong together."""
+        for name in ("num_tokens", "num_sequences"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise TypeError(
+                    f"BatchCounts: expected {name} to be an int, got {type(count).__name__} "
+                    f"{count!r}; count_batch makes ints, and a tensor is read once per step with "
+                    "int(...)"
+                )
         if not 0 <= self.num_sequences <= self.num_tokens:
             raise ValueError(
                 "BatchCounts: expected 0 <= num_sequences <= num_tokens, since a counted sequence "
@@ -130,18 +141,81 @@ def aggregate(
         batch, without a token in its mask gives 0 with the graph kept, so that its backward pass
         (and the collectives in it) still runs.
     """
+    check_one_shape(
+        "aggregate",
+        token_losses=token_losses,
+        loss_mask=loss_mask,
+        sequences=sequences.sequence_ids,
+    )
     masked = torch.where(loss_mask, token_losses, 0.0)
+    return _mean(
+        masked,
+        lambda: sequences.spread(_num_tokens(loss_mask, sequences, masked.dtype)),
+        aggregation=aggregation,
+        counts=counts,
+    )
+
+
+def aggregate_sequences(
+    sequence_losses: Float[Tensor, " sequences"],
+    loss_mask: Bool[Tensor, "*layout"],
+    sequences: Sequences,
+    *,
+    aggregation: Aggregation,
+    counts: BatchCounts,
+    token_weights: Float[Tensor, "*layout"] | None = None,
+) -> Float[Tensor, ""]:
+    """As `aggregate`, where each token of the mask carries the loss of its sequence.
+
+    The same number without a loss per token: a loss that is one per sequence is multiplied by
+    what its tokens weigh together.
+
+    Args:
+        sequence_losses: carries the gradient. Those of sequences without a token in the mask
+            have no influence, NaN included.
+        loss_mask: True on the tokens that count.
+        sequences: boundaries of the sequences.
+        aggregation: the kind of mean.
+        counts: sizes of the whole batch.
+        token_weights: factor of each token's loss, without gradient. None: 1.
+
+    Returns:
+        A scalar share, as from `aggregate`.
+    """
+    num_tokens = _num_tokens(loss_mask, sequences, sequence_losses.dtype)
+    weights = num_tokens
+    if token_weights is not None:
+        masked = torch.where(loss_mask, token_weights.detach().to(sequence_losses.dtype), 0.0)
+        weights = sequences.sum(masked)
+    return _mean(
+        weights * torch.where(num_tokens > 0, sequence_losses, 0.0),
+        lambda: num_tokens,
+        aggregation=aggregation,
+        counts=counts,
+    )
+
+
+def _num_tokens(loss_mask: Tensor, sequences: Sequences, dtype: torch.dtype) -> Tensor:
+    return sequences.sum(loss_mask.to(dtype))
+
+
+def _mean(
+    losses: Tensor,
+    tokens_of_their_sequence: Callable[[], Tensor],
+    *,
+    aggregation: Aggregation,
+    counts: BatchCounts,
+) -> Tensor:
     # An empty batch has only zeros to divide.
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
     match aggregation:
         case TokenMean():
-            return masked.sum() / num_tokens
+            return losses.sum() / num_tokens
         case SequenceMeanTokenMean():
-            tokens_of_sequence = sequences.sum(loss_mask.to(masked.dtype)).clamp(min=1.0)
-            return (masked / sequences.spread(tokens_of_sequence)).sum() / num_sequences
+            return (losses / tokens_of_their_sequence().clamp(min=1.0)).sum() / num_sequences
         case SequenceMeanTokenSum():
-            return masked.sum() / num_sequences
+            return losses.sum() / num_sequences
         case FixedNormaliser(normaliser=normaliser):
-            return masked.sum() / (num_sequences * normaliser)
+            return losses.sum() / (num_sequences * normaliser)
         case _:
             assert_never(aggregation)

@@ -20,7 +20,7 @@ from algos_gspo_dapo_grpo.surrogate import (
     masked_logprobs,
     ratio_of,
 )
-from algos_gspo_dapo_grpo.validators import optional_clip_low_validator
+from algos_gspo_dapo_grpo.validators import clip_high_validator, optional_clip_low_validator
 
 
 @final
@@ -37,7 +37,7 @@ class CispoLoss:
     """The weight is held at or above ``1 - clip_low``. Default: no lower bound, as in the
     paper (section 3.1)."""
 
-    clip_high: float = attrs.field(default=4.0, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=4.0, validator=clip_high_validator)
     """The weight is held at or below ``1 + clip_high``.
 
     The paper names no value. Default: at most 5, ScaleRL's (arXiv:2510.13786, as TRL quotes it).
@@ -79,7 +79,7 @@ def cispo_token_losses(
     low = None if config.clip_low is None else 1.0 - config.clip_low
     weights = torch.clamp(ratios, min=low, max=1.0 + config.clip_high)
     return Surrogate(
-        losses=-(weights * advantages) * policy,
+        losses=-(weights * advantages.detach()) * policy,
         ratios=ratios,
         clipped=weights != ratios,
         dual_clipped=None,

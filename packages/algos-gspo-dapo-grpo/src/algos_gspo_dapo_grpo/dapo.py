@@ -17,7 +17,7 @@ from algos_gspo_dapo_grpo.overlong import SoftOverlong
 from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
-from algos_gspo_dapo_grpo.validators import clip_low_validator
+from algos_gspo_dapo_grpo.validators import clip_high_validator, clip_low_validator
 
 
 @final
@@ -36,7 +36,7 @@ class DapoLoss:
     clip_low: float = attrs.field(default=0.2, validator=clip_low_validator)
     """Lower clip: the ratio is held at or above ``1 - clip_low`` (paper, section 4.1)."""
 
-    clip_high: float = attrs.field(default=0.28, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=0.28, validator=clip_high_validator)
     """Upper clip: the ratio is held at or below ``1 + clip_high`` (paper, section 4.1)."""
 
     rollout_correction: RolloutCorrection | None = None

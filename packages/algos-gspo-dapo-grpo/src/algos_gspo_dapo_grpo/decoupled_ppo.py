@@ -3,8 +3,8 @@
 Three policies: the one in training, the proximal one that the clip holds it near to, and the
 older one that the sampler used. It is a clipped surrogate whose rollout correction is no option.
 
-Sources: Hilton et al. 2021, "Batch size-invariance for policy optimization", arXiv:2110.00641,
-section 3; Fu et al. 2025, AReaL, arXiv:2505.24298, section 5.2, eq. 5.
+Sources: Hilton et al. 2021, "Batch size-invariance for policy optimization", arXiv:2110.00641;
+Fu et al. 2025, AReaL, arXiv:2505.24298.
 """
 
 from typing import ClassVar, Literal, final
@@ -23,7 +23,7 @@ from algos_gspo_dapo_grpo.rollout_correction import (
     WeightMasking,
 )
 from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
-from algos_gspo_dapo_grpo.validators import clip_low_validator
+from algos_gspo_dapo_grpo.validators import clip_high_validator, clip_low_validator
 
 _AREAL_WEIGHTS = WeightMasking(level="token", low=0.0, high=5.0)
 
@@ -47,7 +47,7 @@ class DecoupledPpoLoss:
     clip_low: float = attrs.field(default=0.2, validator=clip_low_validator)
     """Lower clip of policy / proximal, as ``1 - clip_low``. Default: PPO's."""
 
-    clip_high: float = attrs.field(default=0.2, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=0.2, validator=clip_high_validator)
     """Upper clip of policy / proximal, as ``1 + clip_high``. Default: PPO's."""
 
     aggregation: Aggregation = attrs.field(factory=TokenMean)
@@ -73,7 +73,7 @@ def decoupled_ppo_token_losses(
     *,
     config: DecoupledPpoLoss,
 ) -> Surrogate:
-    """Per-token clipped surrogate against the proximal policy (arXiv:2505.24298, eq. 5).
+    """Per-token clipped surrogate against the proximal policy (arXiv:2505.24298).
 
     Args:
         policy_logprobs: log pi_theta(y_t), in nats; the only input that carries a gradient.

@@ -173,7 +173,7 @@ def _formula(config: PolicyLoss) -> _Formula:  # noqa: C901, PLR0911, PLR0912  #
             return _Formula("GPG (arXiv:2504.02546)", "it", ("-A_i * policy_it",), ())
         case DecoupledPpoLoss():
             loss = _clipped("it", config.clip_low, config.clip_high)
-            return _Formula("Decoupled PPO (arXiv:2505.24298, eq. 5)", "it", loss, token_ratio)
+            return _Formula("Decoupled PPO (arXiv:2505.24298)", "it", loss, token_ratio)
         case ToprLoss():
             loss = ("-A_i * policy_it where A_i >= 0, else -sg(min(r_i, 1)) * A_i * policy_it",)
             ratio = (("r_i", _held("exp(sum_t (policy_it - proximal_it))")),)

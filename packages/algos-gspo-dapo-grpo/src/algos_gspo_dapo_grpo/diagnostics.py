@@ -17,6 +17,7 @@ from algos_gspo_dapo_grpo.rollout_correction import (
     ImportanceWeighting,
     WeightMasking,
 )
+from algos_gspo_dapo_grpo.shapes import check_one_shape
 from algos_gspo_dapo_grpo.surrogate import Surrogate
 
 
@@ -26,6 +27,7 @@ def share(
     count: int,
 ) -> Float[Tensor, ""]:
     """Sum of the values on the mask, divided by the batch's count; detached, 0 if that is 0."""
+    check_one_shape("a metric's share", values=values, mask=mask)
     values = values.detach()
     if values.dtype == torch.bool:
         values = values.to(torch.float32)
@@ -108,7 +110,7 @@ def correction_metrics(
         ``correction/at_cap/fraction`` for truncated weights, ``correction/masked/fraction`` for
         weights that are set to 0.
     """
-    weights, bounded = weighting
+    weights, bounded, _ = weighting
     effect = "masked" if isinstance(config, WeightMasking) else "at_cap"
     return {
         "correction/weight/mean": share(weights, loss_mask, counts.num_tokens),

@@ -27,6 +27,7 @@ from algos_gspo_dapo_grpo.surrogate import (
     masked_logprobs,
     ratio_of,
 )
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 BINARY_KL_EPSILON = 1e-8
 """Added to probabilities of "any other token" before the logarithm. verl's value."""
@@ -71,10 +72,10 @@ class DppoKlLoss:
 
     kind: ClassVar[Literal["dppo_kl"]] = "dppo_kl"
 
-    threshold_low: float = attrs.field(default=0.05, validator=attrs.validators.gt(0.0))
+    threshold_low: float = attrs.field(default=0.05, validator=positive_validator)
     """Largest divergence of a falling token where A <= 0, in nats. Default: SkyRL's 0.05."""
 
-    threshold_high: float = attrs.field(default=0.05, validator=attrs.validators.gt(0.0))
+    threshold_high: float = attrs.field(default=0.05, validator=positive_validator)
     """Largest divergence of a rising token where A > 0, in nats. Default: SkyRL's 0.05."""
 
     max_ratio: float = attrs.field(default=20.0, validator=_MAX_RATIO_VALIDATORS)
@@ -136,7 +137,7 @@ def dppo_token_losses(
     )
     weights = torch.where(left_out, 0.0, ratios.clamp(max=config.max_ratio))
     return Surrogate(
-        losses=-(weights * advantages) * policy,
+        losses=-(weights * advantages.detach()) * policy,
         ratios=ratios,
         clipped=left_out,
         dual_clipped=None,

@@ -32,7 +32,11 @@ from algos_gspo_dapo_grpo.surrogate import (
     ratio_of,
 )
 from algos_gspo_dapo_grpo.token_advantages import TokenAdvantages, per_token
-from algos_gspo_dapo_grpo.validators import clip_low_validator
+from algos_gspo_dapo_grpo.validators import (
+    clip_high_validator,
+    clip_low_validator,
+    positive_validator,
+)
 
 
 @final
@@ -56,7 +60,7 @@ class ClipCovLoss:
     clip_low: float = attrs.field(default=0.2, validator=clip_low_validator)
     """Lower clip of the others. Default: verl's."""
 
-    clip_high: float = attrs.field(default=0.2, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=0.2, validator=clip_high_validator)
     """Upper clip of the others. Default: verl's."""
 
     aggregation: Aggregation = attrs.field(factory=TokenMean)
@@ -89,7 +93,7 @@ class KlCovLoss:
     )
     """Tokens pulled, as a fraction of the batch's; at least one. Default: verl's, 2e-4."""
 
-    coefficient: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))
+    coefficient: float = attrs.field(default=1.0, validator=positive_validator)
     """Factor of ``|policy - proximal|``, in reward units per nat. Default: verl's fallback, 1."""
 
     aggregation: Aggregation = attrs.field(factory=TokenMean)
@@ -213,7 +217,7 @@ def kl_cov_token_losses(
     ratios = ratio_of(log_ratio)
     pull = torch.where(selected_tokens, config.coefficient * log_ratio.abs(), 0.0)
     return Surrogate(
-        losses=pull - ratios * advantages,
+        losses=pull - ratios * advantages.detach(),
         ratios=ratios.detach(),
         clipped=torch.zeros_like(loss_mask),
         dual_clipped=None,

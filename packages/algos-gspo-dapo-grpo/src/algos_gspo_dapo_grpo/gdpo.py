@@ -3,9 +3,11 @@
 Normalising the sum, as GRPO does, makes combinations of rewards with the same sum
 indistinguishable, and lets the reward with the largest spread drown the others.
 
-Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization", arXiv:2601.05242.
+Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization", arXiv:2601.05242,
+section 3, eq. 6 and 7.
 """
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -15,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from algos_gspo_dapo_grpo.advantages import GrpoAdvantages, grpo_advantages
+from algos_gspo_dapo_grpo.groups import check_per_sample
 from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.whitening import whitened
 
@@ -25,6 +28,8 @@ def _check_weights(_: object, __: object, value: Sequence[float]) -> None:
             f"GdpoAdvantages: expected at least one reward weight that is not 0, got {value!r}: "
             "every advantage would be 0"
         )
+    if not all(map(math.isfinite, value)):
+        raise ValueError(f"GdpoAdvantages: expected finite reward weights, got {value!r}")
 
 
 @final
@@ -65,12 +70,12 @@ def gdpo_advantages(
     Raises:
         ValueError: if there are not as many weights as rewards.
     """
-    if rewards.shape[1] != len(config.weights):
+    if rewards.ndim != 2 or rewards.shape[1] != len(config.weights):  # noqa: PLR2004  # a matrix
         raise ValueError(
             f"gdpo_advantages: expected {len(config.weights)} columns of rewards, one per weight, "
-            f"got {rewards.shape[1]}"
+            f"got shape {tuple(rewards.shape)}"
         )
-    rewards = at_least_float32(rewards)
+    rewards = at_least_float32(rewards.detach())
     total = torch.zeros_like(rewards[:, 0])
     for column, weight in enumerate(config.weights):
         total = total + weight * grpo_advantages(
@@ -79,5 +84,9 @@ def gdpo_advantages(
     counted = torch.isfinite(rewards).any(dim=1)
     if accepted is not None:
         counted = counted & accepted
-    per_sample = torch.ones_like(total) if num_tokens is None else num_tokens.to(total.dtype)
+    if num_tokens is None:
+        per_sample = torch.ones_like(total)
+    else:
+        check_per_sample("num_tokens", num_tokens, like=total)
+        per_sample = num_tokens.to(total.dtype)
     return whitened(total, torch.where(counted, per_sample, 0.0))

@@ -2,7 +2,8 @@
 
 GSPO clips the mean; GMPO clips in log space what the mean is made of.
 
-Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv:2507.20673, section 4.
+Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv:2507.20673, section 3,
+eq. 3 and 4.
 """
 
 from typing import ClassVar, Literal, final
@@ -18,6 +19,7 @@ from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.sequences import Sequences
 from algos_gspo_dapo_grpo.surrogate import Surrogate, masked_log_ratio, ratio_of
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 
 @final
@@ -27,10 +29,10 @@ class GmpoLoss:
 
     kind: ClassVar[Literal["gmpo"]] = "gmpo"
 
-    clip_low: float = attrs.field(default=0.4, validator=attrs.validators.gt(0.0))
+    clip_low: float = attrs.field(default=0.4, validator=positive_validator)
     """Log ratios are held at or above ``-clip_low``, in nats, where A < 0 (paper, section 4)."""
 
-    clip_high: float = attrs.field(default=0.4, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=0.4, validator=positive_validator)
     """Log ratios are held at or below ``clip_high``, in nats, where A > 0 (paper, section 4)."""
 
     aggregation: Aggregation = attrs.field(factory=SequenceMeanTokenMean)
@@ -46,7 +48,7 @@ class GmpoLoss:
     """What is done about the sampler's mismatch. None: nothing, as in the paper."""
 
 
-def gmpo_token_losses(
+def gmpo_sequence_losses(
     policy_logprobs: Float[Tensor, "*layout"],
     proximal_logprobs: Float[Tensor, "*layout"],
     advantages: Float[Tensor, " sequences"],
@@ -55,7 +57,7 @@ def gmpo_token_losses(
     *,
     config: GmpoLoss,
 ) -> Surrogate:
-    """``-A * exp(mean over tokens of the clipped log ratio)`` (arXiv:2507.20673, section 4).
+    """``-A * exp(mean over tokens of the clipped log ratio)`` (arXiv:2507.20673, eq. 4).
 
     Args:
         policy_logprobs: log pi_theta(y_t), in nats; the only input that carries a gradient.
@@ -66,8 +68,8 @@ def gmpo_token_losses(
         config: clip range.
 
     Returns:
-        For each token the loss and the ratio of its sequence; `clipped` is the token's own: it
-        adds a constant to the mean and gets no gradient.
+        Loss and ratio of each sequence. `clipped` belongs to tokens: a clipped one adds a constant
+        to its sequence's mean and gets no gradient.
     """
     log_ratio = masked_log_ratio(at_least_float32(policy_logprobs), proximal_logprobs, loss_mask)
     sign = torch.sign(sequences.spread(advantages))
@@ -77,8 +79,8 @@ def gmpo_token_losses(
     num_tokens = sequences.sum(loss_mask.to(log_ratio.dtype)).clamp(min=1.0)
     ratios = ratio_of(sequences.sum(pessimistic) / num_tokens)
     return Surrogate(
-        losses=sequences.spread(-ratios * advantages),
-        ratios=sequences.spread(ratios).detach(),
+        losses=-ratios * advantages.detach(),
+        ratios=ratios.detach(),
         clipped=clipped,
         dual_clipped=None,
     )

@@ -1,7 +1,7 @@
 """GPG: the plain policy gradient on group-centred rewards, without ratio, clip or reference.
 
 Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model
-Reasoning", arXiv:2504.02546.
+Reasoning", arXiv:2504.02546, eq. 5 for the loss; section 2.2, eq. 7 for alpha.
 """
 
 from typing import ClassVar, Literal, final
@@ -21,6 +21,7 @@ from algos_gspo_dapo_grpo.surrogate import (
     masked_logprobs,
     ratio_of,
 )
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 
 @final
@@ -30,7 +31,7 @@ class GpgAdvantages:
 
     kind: ClassVar[Literal["gpg"]] = "gpg"
 
-    normaliser: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))
+    normaliser: float = attrs.field(default=1.0, validator=positive_validator)
     """Divides every advantage, the paper's F_norm. Default: 1, as the paper recommends."""
 
 
@@ -44,9 +45,9 @@ def gpg_advantages(
     """Rewards centred within their group, scaled up for the samples without a gradient.
 
     ``alpha = N / (N - M)``: of N scored samples of the batch M are in groups of equal rewards
-    and add nothing to the gradient, which the factor makes up for (arXiv:2504.02546, "accurate
-    gradient estimation"). So `rewards` are those of *everything* that one optimizer step looks
-    at, not of a micro-batch. Other arguments as in `grpo_advantages`.
+    and add nothing to the gradient, which the factor makes up for (arXiv:2504.02546, eq. 7,
+    "accurate gradient estimation"). So `rewards` are those of *everything* that one optimizer step
+    looks at, not of a micro-batch. Other arguments as in `grpo_advantages`.
 
     Returns:
         One advantage per sample, in reward units, float32 or better; always finite, and 0
@@ -95,7 +96,7 @@ def gpg_token_losses(
     *,
     config: GpgLoss,
 ) -> Surrogate:
-    """``-A * log pi`` per token (arXiv:2504.02546).
+    """``-A * log pi`` per token (arXiv:2504.02546, eq. 5).
 
     Args:
         policy_logprobs: log pi_theta(y_t), in nats; the only input that carries a gradient.
@@ -111,7 +112,7 @@ def gpg_token_losses(
     del config
     policy = masked_logprobs(policy_logprobs, loss_mask)
     return Surrogate(
-        losses=-advantages * policy,
+        losses=-advantages.detach() * policy,
         ratios=ratio_of(masked_log_ratio(policy, proximal_logprobs, loss_mask)).detach(),
         clipped=torch.zeros_like(loss_mask),
         dual_clipped=None,

@@ -55,13 +55,22 @@ class Groups(NamedTuple):
         return torch.where(comparable, self.above_lowest - mean, 0.0)
 
 
-def grouped(
-    rewards: Float[Tensor, " samples"],
-    group_ids: Int[Tensor, " samples"],
-    accepted: Bool[Tensor, " samples"] | None,
-) -> Groups:
-    """Sort the rewards into their groups, without waiting for a device."""
-    rewards = at_least_float32(rewards)
+def grouped(rewards: Tensor, group_ids: Tensor, accepted: Tensor | None) -> Groups:
+    """Sort the rewards into their groups, without waiting for a device.
+
+    Raises:
+        ValueError: if the tensors are not one entry per sample each, or group ids are no integers.
+    """
+    check_per_sample("rewards", rewards, like=rewards)
+    check_per_sample("group_ids", group_ids, like=rewards)
+    if group_ids.is_floating_point() or group_ids.dtype == torch.bool:
+        raise ValueError(
+            f"advantages: expected group_ids of an integer dtype, got {group_ids.dtype}; "
+            "group_ids_of makes them of prompt ids"
+        )
+    if accepted is not None:
+        check_accepted(accepted, like=rewards)
+    rewards = at_least_float32(rewards.detach())
     scored = torch.isfinite(rewards)
     if accepted is not None:
         scored = scored & accepted
@@ -81,6 +90,22 @@ def grouped(
         above_lowest=torch.where(scored, rewards - lowest, 0.0),
         dense_ids=dense_ids,
     )
+
+
+def check_per_sample(name: str, values: Tensor, *, like: Tensor) -> None:
+    """Refuse what is not one entry per reward; broadcasting would make a wrong number of it."""
+    if values.ndim != 1 or values.shape != like.shape:
+        raise ValueError(
+            f"advantages: expected {name} of shape ({like.numel()},), one per sample, got "
+            f"{tuple(values.shape)}"
+        )
+
+
+def check_accepted(accepted: Tensor, *, like: Tensor) -> None:
+    """Refuse what is not one bool per reward."""
+    check_per_sample("accepted", accepted, like=like)
+    if accepted.dtype != torch.bool:
+        raise ValueError(f"advantages: expected accepted of dtype torch.bool, got {accepted.dtype}")
 
 
 def _dense(group_ids: Int[Tensor, " samples"]) -> Int[Tensor, " samples"]:

@@ -14,7 +14,11 @@ from algos_gspo_dapo_grpo.kl import KlPenalty
 from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
-from algos_gspo_dapo_grpo.validators import clip_low_validator, dual_clip_validator
+from algos_gspo_dapo_grpo.validators import (
+    clip_high_validator,
+    clip_low_validator,
+    dual_clip_validator,
+)
 
 
 @final
@@ -30,7 +34,7 @@ class GrpoLoss:
     Default: PPO's (arXiv:1707.06347, section 6.1); the GRPO paper names no value.
     """
 
-    clip_high: float = attrs.field(default=0.2, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=0.2, validator=clip_high_validator)
     """Upper clip: the ratio is held at or below ``1 + clip_high``. Default: as `clip_low`."""
 
     dual_clip: float | None = attrs.field(default=None, validator=dual_clip_validator)

@@ -15,7 +15,7 @@ from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.sequences import Sequences
 from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
-from algos_gspo_dapo_grpo.validators import clip_low_validator
+from algos_gspo_dapo_grpo.validators import clip_high_validator, clip_low_validator
 
 
 @final
@@ -28,7 +28,7 @@ class GspoLoss:
     clip_low: float = attrs.field(default=3e-4, validator=clip_low_validator)
     """Lower clip: the ratio is held at or above ``1 - clip_low`` (paper, section 5.1)."""
 
-    clip_high: float = attrs.field(default=4e-4, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=4e-4, validator=clip_high_validator)
     """Upper clip: the ratio is held at or below ``1 + clip_high`` (paper, section 5.1)."""
 
     aggregation: Aggregation = attrs.field(factory=SequenceMeanTokenMean)

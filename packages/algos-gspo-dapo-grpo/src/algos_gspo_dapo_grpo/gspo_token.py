@@ -15,8 +15,13 @@ from algos_gspo_dapo_grpo.kl import KlPenalty
 from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.sequences import Sequences
-from algos_gspo_dapo_grpo.surrogate import Surrogate, clipped_surrogate, masked_log_ratio
-from algos_gspo_dapo_grpo.validators import clip_low_validator
+from algos_gspo_dapo_grpo.surrogate import (
+    Surrogate,
+    clipped_surrogate,
+    masked_log_ratio,
+    masked_logprobs,
+)
+from algos_gspo_dapo_grpo.validators import clip_high_validator, clip_low_validator
 
 
 @final
@@ -29,7 +34,7 @@ class GspoTokenLoss:
     clip_low: float = attrs.field(default=3e-4, validator=clip_low_validator)
     """Lower clip: the ratio is held at or above ``1 - clip_low`` (paper, section 5.1)."""
 
-    clip_high: float = attrs.field(default=4e-4, validator=attrs.validators.gt(0.0))
+    clip_high: float = attrs.field(default=4e-4, validator=clip_high_validator)
     """Upper clip: the ratio is held at or below ``1 + clip_high`` (paper, section 5.1)."""
 
     aggregation: Aggregation = attrs.field(factory=SequenceMeanTokenMean)
@@ -70,8 +75,10 @@ def gspo_token_losses(
     log_ratio = masked_log_ratio(at_least_float32(policy_logprobs), proximal_logprobs, loss_mask)
     num_tokens = sequences.sum(loss_mask.to(log_ratio.dtype)).clamp(min=1.0)
     of_sequence = sequences.spread(sequences.sum(log_ratio.detach()) / num_tokens)
+    # The token's own part is exactly 0 and has its gradient.
+    own = masked_logprobs(policy_logprobs, loss_mask)
     return clipped_surrogate(
-        of_sequence + (log_ratio - log_ratio.detach()),
+        of_sequence + (own - own.detach()),
         advantages,
         clip_low=config.clip_low,
         clip_high=config.clip_high,

@@ -23,7 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from algos_gspo_dapo_grpo.precision import at_least_float32
+from algos_gspo_dapo_grpo.shapes import check_one_shape
 from algos_gspo_dapo_grpo.surrogate import LOG_RATIO_CAP
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 K3_CAP = 10.0
 """Largest value of k3, in nats: reached at d = 2.61 and d = -11. Beyond it the gradient is 0.
@@ -39,6 +41,7 @@ def kl_k1(
 
     Not a loss: its gradient with respect to `policy_logprobs` is 1, whatever ref says.
     """
+    check_one_shape("KL", policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
     return at_least_float32(policy_logprobs) - at_least_float32(ref_logprobs)
 
 
@@ -118,7 +121,7 @@ def _refuse_k1(_: object, __: object, value: str) -> None:
 class KlPenalty:
     """A KL term in the loss, which needs `ref_logprobs`."""
 
-    coefficient: float = attrs.field(validator=attrs.validators.gt(0.0))
+    coefficient: float = attrs.field(validator=positive_validator)
     """Factor of the term, in reward units per nat. GRPO: 0.04 (arXiv:2402.03300, section 4.2)."""
 
     estimator: KlLossEstimator = attrs.field(default="k3", validator=_refuse_k1)

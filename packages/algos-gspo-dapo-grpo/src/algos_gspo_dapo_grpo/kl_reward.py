@@ -16,6 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from algos_gspo_dapo_grpo.kl import KL_ESTIMATORS, KlEstimator, kl_estimate
+from algos_gspo_dapo_grpo.shapes import check_one_shape
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 KL_ERROR_BOUND = 0.2
 """The relative error of the KL is held in ``[-0.2, 0.2]`` (arXiv:1909.08593, section 2.2)."""
@@ -28,7 +30,7 @@ class FixedKlCoefficient:
 
     kind: ClassVar[Literal["fixed"]] = "fixed"
 
-    value: float = attrs.field(validator=attrs.validators.gt(0.0))
+    value: float = attrs.field(validator=positive_validator)
     """In reward units per nat."""
 
 
@@ -39,13 +41,13 @@ class AdaptiveKlCoefficient:
 
     kind: ClassVar[Literal["adaptive"]] = "adaptive"
 
-    initial: float = attrs.field(validator=attrs.validators.gt(0.0))
+    initial: float = attrs.field(validator=positive_validator)
     """Of the first step, in reward units per nat."""
 
-    target: float = attrs.field(validator=attrs.validators.gt(0.0))
+    target: float = attrs.field(validator=positive_validator)
     """The KL to hold, in nats, over the same units as what is observed (tokens or sequences)."""
 
-    horizon: float = attrs.field(default=10_000.0, validator=attrs.validators.gt(0.0))
+    horizon: float = attrs.field(default=10_000.0, validator=positive_validator)
     """Samples after which an error of one target changes the coefficient by its own size.
 
     The paper's K is the samples of a step over the horizon, 0.1 there. Default: verl's.
@@ -138,6 +140,12 @@ def kl_penalised_rewards(
         In reward units, without gradient; 0 outside the mask. For `reward_to_go` and `gae`;
         added up per sequence (`Sequences.sum`) it is the reward that group advantages take.
     """
+    check_one_shape(
+        "kl_penalised_rewards",
+        token_rewards=token_rewards,
+        policy_logprobs=policy_logprobs,
+        loss_mask=loss_mask,
+    )
     penalty = kl_estimate(
         policy_logprobs.detach(), ref_logprobs.detach(), estimator=config.estimator
     )

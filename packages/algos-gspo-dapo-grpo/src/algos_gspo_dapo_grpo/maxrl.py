@@ -1,7 +1,8 @@
 """MaxRL: centred rewards divided by the group's mean, so that rare successes weigh more.
 
-Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710. With
-rewards 0 and 1 the mean is the success rate p, and dividing by p turns the gradient of the
+Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710,
+algorithm 1.
+With rewards 0 and 1 the mean is the success rate p, and dividing by p turns the gradient of the
 expected reward into that of its logarithm, up to the order that the group size allows.
 """
 
@@ -13,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from algos_gspo_dapo_grpo.groups import grouped
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 
 @final
@@ -22,7 +24,7 @@ class MaxRlAdvantages:
 
     kind: ClassVar[Literal["maxrl"]] = "maxrl"
 
-    epsilon: float = attrs.field(default=1e-6, validator=attrs.validators.gt(0.0))
+    epsilon: float = attrs.field(default=1e-6, validator=positive_validator)
     """Added to the mean, in reward units. The paper has none; default: as for GRPO."""
 
 

@@ -7,7 +7,7 @@ optimal baseline weighs rewards with squared gradient norms; these grow about as
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from algos_gspo_dapo_grpo.groups import grouped
+from algos_gspo_dapo_grpo.groups import check_per_sample, grouped
 
 
 def opo_advantages(
@@ -31,4 +31,5 @@ def opo_advantages(
         fewer than two scored samples, or of equal rewards, gives 0.
     """
     groups = grouped(rewards, group_ids, accepted)
+    check_per_sample("num_tokens", num_tokens, like=rewards)
     return groups.weighted_centre(num_tokens.to(groups.rewards.dtype))

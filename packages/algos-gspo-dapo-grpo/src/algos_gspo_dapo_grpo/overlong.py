@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from algos_gspo_dapo_grpo.validators import positive_validator
+
 
 @final
 @attrs.frozen(kw_only=True)
@@ -22,7 +24,7 @@ class SoftOverlong:
     buffer: int = attrs.field(validator=attrs.validators.ge(1))
     """Tokens before `max_length` over which the punishment grows. DAPO: 4096 (section 4.1)."""
 
-    factor: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))
+    factor: float = attrs.field(default=1.0, validator=positive_validator)
     """Punishment at `max_length`, in reward units. Default: that of eq. 13."""
 
     @buffer.validator

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from algos_gspo_dapo_grpo.aggregation import BatchCounts, aggregate
+from algos_gspo_dapo_grpo.aggregation import BatchCounts, aggregate, aggregate_sequences
 from algos_gspo_dapo_grpo.cispo import CispoLoss, cispo_token_losses
 from algos_gspo_dapo_grpo.dapo import DapoLoss, dapo_token_losses
 from algos_gspo_dapo_grpo.decoupled_ppo import DecoupledPpoLoss, decoupled_ppo_token_losses
@@ -23,14 +23,14 @@ from algos_gspo_dapo_grpo.entropy_control import (
     clip_cov_token_losses,
     kl_cov_token_losses,
 )
-from algos_gspo_dapo_grpo.gmpo import GmpoLoss, gmpo_token_losses
+from algos_gspo_dapo_grpo.gmpo import GmpoLoss, gmpo_sequence_losses
 from algos_gspo_dapo_grpo.gpg import GpgLoss, gpg_token_losses
 from algos_gspo_dapo_grpo.grpo import GrpoLoss, grpo_token_losses
 from algos_gspo_dapo_grpo.gspo import GspoLoss, gspo_sequence_losses
 from algos_gspo_dapo_grpo.gspo_token import GspoTokenLoss, gspo_token_losses
 from algos_gspo_dapo_grpo.kl import kl_penalty
 from algos_gspo_dapo_grpo.precision import at_least_float32
-from algos_gspo_dapo_grpo.rollout_correction import Bypass, correction_weights
+from algos_gspo_dapo_grpo.rollout_correction import Bypass, CorrectionWeights, correction_weights
 from algos_gspo_dapo_grpo.sapo import SapoLoss, sapo_token_losses
 from algos_gspo_dapo_grpo.sequences import Sequences
 from algos_gspo_dapo_grpo.surrogate import Surrogate
@@ -103,16 +103,17 @@ def policy_loss(
 
     Returns:
         Shares of the loss and of the metrics, to be added up over micro-batches and ranks:
-        ``loss/policy/mean``; ``ratio/...`` (over tokens; over sequences for GSPO);
+        ``loss/policy/mean``; ``ratio/...`` (over tokens; for GSPO and GMPO's ratio over
+        sequences);
         ``mismatch/...`` with `rollout_logprobs`; ``correction/...`` with a rollout correction;
         with a KL term ``kl/ref/mean`` (nats, over tokens) and ``loss/kl/mean`` (as added to the
         loss, with its coefficient).
 
     Raises:
-        ValueError: if a shape does not fit `sequences`, or a tensor that the configuration needs
-            is missing, or one is given that it cannot use.
+        ValueError: if a shape, dtype or device does not fit `sequences`, or a tensor that the
+            configuration needs is missing, or one is given that it cannot use.
     """
-    _check_shapes(
+    _check_tensors(
         sequences,
         advantages,
         policy_logprobs=policy_logprobs,
@@ -127,17 +128,18 @@ def policy_loss(
     proximal, recomputed = _proximal(
         policy, proximal_logprobs, rollout_logprobs, loss_mask, config=config
     )
-    token_losses, metrics = _surrogate_losses(
+    surrogate = _surrogate(
         policy,
         proximal,
         _data(advantages, policy.dtype),
         loss_mask,
         sequences,
         config=config,
-        counts=counts,
         selected_tokens=selected_tokens,
     )
+    metrics = _surrogate_metrics(surrogate, loss_mask, sequences, config=config, counts=counts)
 
+    weighting: CorrectionWeights | None = None
     correction = config.rollout_correction
     if rollout_logprobs is not None:
         metrics |= mismatch_metrics(recomputed, rollout_logprobs, loss_mask, counts=counts)
@@ -145,11 +147,10 @@ def policy_loss(
             weighting = correction_weights(
                 recomputed, rollout_logprobs, loss_mask, sequences, config=correction
             )
-            token_losses = weighting.weights * token_losses
             metrics |= correction_metrics(weighting, loss_mask, config=correction, counts=counts)
 
-    loss = aggregate(
-        token_losses, loss_mask, sequences, aggregation=config.aggregation, counts=counts
+    loss = _aggregated(
+        surrogate.losses, weighting, loss_mask, sequences, config=config, counts=counts
     )
     metrics["loss/policy/mean"] = loss.detach()
 
@@ -231,7 +232,7 @@ def _selected(selected_tokens: Tensor | None, config: PolicyLoss) -> Tensor:
     return selected_tokens
 
 
-def _surrogate_losses(
+def _surrogate(
     policy: Tensor,
     proximal: Tensor,
     advantages: Tensor | TokenAdvantages,
@@ -239,10 +240,9 @@ def _surrogate_losses(
     sequences: Sequences,
     *,
     config: PolicyLoss,
-    counts: BatchCounts,
     selected_tokens: Tensor | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token losses, and the metrics of their ratios."""
+) -> Surrogate:
+    """Losses per token; for GSPO and GMPO, whose loss is the sequence's, per sequence."""
     if selected_tokens is not None and not isinstance(config, ClipCovLoss | KlCovLoss):
         raise ValueError(
             f"policy_loss: selected_tokens are given, and {type(config).__name__} has no use for "
@@ -251,24 +251,21 @@ def _surrogate_losses(
     match config:
         case GspoLoss():
             of_sequences = _of_sequences(advantages, config)
-            surrogate = gspo_sequence_losses(
+            return gspo_sequence_losses(
                 policy, proximal, of_sequences, loss_mask, sequences, config=config
             )
-            live = sequences.sum(loss_mask.to(policy.dtype)) > 0
-            metrics = surrogate_metrics(surrogate, live, counts.num_sequences)
-            return sequences.spread(surrogate.losses), metrics
         case GmpoLoss():
             of_sequences = _of_sequences(advantages, config)
-            surrogate = gmpo_token_losses(
+            return gmpo_sequence_losses(
                 policy, proximal, of_sequences, loss_mask, sequences, config=config
             )
         case ToprLoss():
             of_sequences = _of_sequences(advantages, config)
-            surrogate = topr_token_losses(
+            return topr_token_losses(
                 policy, proximal, of_sequences, loss_mask, sequences, config=config
             )
         case _:
-            surrogate = _token_surrogate(
+            return _token_surrogate(
                 policy,
                 proximal,
                 per_token(advantages, sequences),
@@ -277,7 +274,55 @@ def _surrogate_losses(
                 config=config,
                 selected_tokens=selected_tokens,
             )
-    return surrogate.losses, surrogate_metrics(surrogate, loss_mask, counts.num_tokens)
+
+
+def _aggregated(
+    losses: Tensor,
+    weighting: CorrectionWeights | None,
+    loss_mask: Tensor,
+    sequences: Sequences,
+    *,
+    config: PolicyLoss,
+    counts: BatchCounts,
+) -> Tensor:
+    """The share of losses per token or per sequence, times the weights of a rollout correction."""
+    aggregation = config.aggregation
+    if not isinstance(config, GspoLoss | GmpoLoss):
+        weighted = losses if weighting is None else weighting.weights * losses
+        return aggregate(weighted, loss_mask, sequences, aggregation=aggregation, counts=counts)
+    token_weights = None
+    if weighting is not None and weighting.of_sequences is not None:
+        losses = weighting.of_sequences * losses
+    elif weighting is not None:
+        token_weights = weighting.weights
+    return aggregate_sequences(
+        losses,
+        loss_mask,
+        sequences,
+        aggregation=aggregation,
+        counts=counts,
+        token_weights=token_weights,
+    )
+
+
+def _surrogate_metrics(
+    surrogate: Surrogate,
+    loss_mask: Tensor,
+    sequences: Sequences,
+    *,
+    config: PolicyLoss,
+    counts: BatchCounts,
+) -> dict[str, Tensor]:
+    """Shares over the units that ratios and clips belong to."""
+    if not isinstance(config, GspoLoss | GmpoLoss):
+        return surrogate_metrics(surrogate, loss_mask, counts.num_tokens)
+    live = sequences.sum(loss_mask.to(surrogate.ratios.dtype)) > 0
+    if isinstance(config, GspoLoss):
+        return surrogate_metrics(surrogate, live, counts.num_sequences)
+    return {
+        "ratio/importance/mean": share(surrogate.ratios, live, counts.num_sequences),
+        "ratio/clipped/fraction": share(surrogate.clipped, loss_mask, counts.num_tokens),
+    }
 
 
 def _token_surrogate(  # noqa: C901, PLR0911  # one case and one return per loss
@@ -329,12 +374,12 @@ def _token_surrogate(  # noqa: C901, PLR0911  # one case and one return per loss
             assert_never(config)
 
 
-def _check_shapes(
+def _check_tensors(
     sequences: Sequences,
     advantages: Tensor | TokenAdvantages,
     **per_token: Tensor | None,
 ) -> None:
-    """Reads shapes only. Without it, broadcasting would turn a wrong shape into a wrong number."""
+    """Reads no values. Without it, broadcasting would turn a wrong shape into a wrong number."""
     if isinstance(advantages, TokenAdvantages):
         per_token["advantages"] = advantages.values
     elif tuple(advantages.shape) != (sequences.num_sequences,):
@@ -344,8 +389,18 @@ def _check_shapes(
             "TokenAdvantages"
         )
     for name, tensor in per_token.items():
-        if tensor is not None and tuple(tensor.shape) != sequences.shape:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != sequences.shape:
             raise ValueError(
                 f"policy_loss: expected {name} of shape {sequences.shape}, the layout of "
                 f"`sequences`, got {tuple(tensor.shape)}"
+            )
+        if (tensor.dtype == torch.bool) != (name in {"loss_mask", "selected_tokens"}):
+            kind = "torch.bool" if name in {"loss_mask", "selected_tokens"} else "a float dtype"
+            raise ValueError(f"policy_loss: expected {name} of {kind}, got {tensor.dtype}")
+        if tensor.device != sequences.sequence_ids.device:
+            raise ValueError(
+                f"policy_loss: expected {name} on {sequences.sequence_ids.device}, where "
+                f"`sequences` is, got {tensor.device}"
             )

@@ -1,8 +1,8 @@
 """REINFORCE++: advantages whitened over the whole batch, instead of within groups.
 
 Source: Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global
-Advantage Normalization", arXiv:2501.03262. Its baseline form centres rewards within their group
-first, for several samples per prompt.
+Advantage Normalization", arXiv:2501.03262, section 3.1, eq. 4 and 5. Its baseline form (section
+3.2, eq. 6 and 7) centres rewards within their group first, for several samples per prompt.
 """
 
 from typing import final
@@ -11,7 +11,7 @@ import attrs
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from algos_gspo_dapo_grpo.groups import grouped
+from algos_gspo_dapo_grpo.groups import check_per_sample, grouped
 from algos_gspo_dapo_grpo.returns import reward_to_go
 from algos_gspo_dapo_grpo.sequences import Sequences
 from algos_gspo_dapo_grpo.whitening import whitened
@@ -74,5 +74,6 @@ def reinforce_plus_plus_baseline_advantages(
         equal rewards counts as 0 before whitening.
     """
     groups = grouped(rewards, group_ids, accepted)
+    check_per_sample("num_tokens", num_tokens, like=rewards)
     centred = groups.weighted_centre()
     return whitened(centred, num_tokens.to(centred.dtype) * groups.scored.to(centred.dtype))

@@ -38,6 +38,14 @@ class RatioBand:
     high: float = attrs.field(validator=attrs.validators.gt(1.0))
     """Largest ratio that is kept; above 1. Infinity for no upper bound."""
 
+    @high.validator
+    def _does_something(self, _: object, value: float) -> None:
+        if self.low == 0.0 and value == math.inf:
+            raise ValueError(
+                "RatioBand: expected a lower bound above 0, a finite upper bound or both, got low "
+                "0 and high infinity, which keeps everything; leave the band out"
+            )
+
 
 @final
 @attrs.frozen(kw_only=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.sequences import Sequences
+from algos_gspo_dapo_grpo.shapes import check_one_shape
 
 
 def outcome_token_rewards(
@@ -41,7 +42,7 @@ def outcome_token_rewards(
     last = torch.full((sequences.num_sequences,), -1, dtype=torch.int64, device=ones.device)
     last = last.scatter_reduce(
         0,
-        sequences.sequence_ids.reshape(-1),
+        sequences.sequence_ids.reshape(-1).to(torch.int64),
         torch.where(loss_mask, places, -1).reshape(-1),
         "amax",
     )
@@ -67,7 +68,12 @@ def reward_to_go(
     Returns:
         float32 or better, without gradient; 0 outside the mask. Reads the length of the longest
         sequence from the device: call it once per step, where advantages are made.
+
+    Raises:
+        ValueError: if the discount is not from 0 to 1.
     """
+    if not 0.0 <= discount <= 1.0:
+        raise ValueError(f"reward_to_go: expected discount from 0 to 1, got {discount}")
     rewards = at_least_float32(token_rewards.detach())
 
     def step(following: Tensor, reward: Tensor) -> Tensor:
@@ -93,6 +99,14 @@ class Gae:
 
     Default: 0.95, as PPO (arXiv:1707.06347, table 3) and TRL.
     """
+
+    @trace.validator
+    def _acts(self, _: object, value: float) -> None:
+        if self.discount == 0.0 and value != 0.0:
+            raise ValueError(
+                f"Gae: trace {value} has no effect with discount 0, which ends every return at its "
+                "own token; set trace to 0 as well"
+            )
 
 
 class GaeEstimate(NamedTuple):
@@ -127,6 +141,7 @@ def gae(
         Both float32 or better, without gradient, 0 outside the mask. Reads the length of the
         longest sequence from the device, as `reward_to_go` does.
     """
+    check_one_shape("gae", token_rewards=token_rewards, values=values)
     rewards = at_least_float32(token_rewards.detach())
     values = at_least_float32(values.detach()).to(rewards.dtype)
 
@@ -156,6 +171,7 @@ def _backwards(
 
     `shifted` gives each token what its follower got, and the last token 0.
     """
+    check_one_shape("returns", values=values, loss_mask=loss_mask, sequences=sequences.sequence_ids)
     mask = loss_mask.reshape(-1)
     flat = torch.where(mask, values.reshape(-1), 0.0)
     counted = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.sequences import Sequences
+from algos_gspo_dapo_grpo.shapes import check_one_shape
 from algos_gspo_dapo_grpo.surrogate import LOG_RATIO_CAP
 
 RatioLevel = Literal["token", "sequence", "geometric"]
@@ -127,6 +128,9 @@ class CorrectionWeights(NamedTuple):
     bounded: Bool[Tensor, "*layout"]
     """True where the weight was cut to its cap, or set to 0."""
 
+    of_sequences: Float[Tensor, " sequences"] | None
+    """The same weights, one per sequence, where a sequence's tokens share theirs; else None."""
+
 
 def correction_weights(
     proximal_logprobs: Float[Tensor, "*layout"],
@@ -147,16 +151,31 @@ def correction_weights(
         config: which weights.
     """
     level: RatioLevel = "token" if isinstance(config, TokenTruncation) else config.level
-    log_ratio = log_mismatch_ratio(
-        proximal_logprobs, rollout_logprobs, loss_mask, sequences, level=level
+    of_tokens = log_mismatch_ratio(
+        proximal_logprobs, rollout_logprobs, loss_mask, sequences, level="token"
     )
+    if level == "token":
+        weights, bounded = _bounded(of_tokens, config)
+        return CorrectionWeights(weights, bounded, None)
+    of_sequences = _of_sequences(of_tokens, loss_mask, sequences, level=level)
+    weights, bounded = _bounded(of_sequences, config)
+    at_bound = sequences.spread(bounded.to(weights.dtype)) > 0
+    return CorrectionWeights(
+        weights=torch.where(loss_mask, sequences.spread(weights), 1.0),
+        bounded=loss_mask & at_bound,
+        of_sequences=weights,
+    )
+
+
+def _bounded(log_ratio: Tensor, config: ImportanceWeighting) -> tuple[Tensor, Tensor]:
+    """Weights, and where the configuration's bound decided them."""
     ratio = torch.exp(torch.clamp(log_ratio, -LOG_RATIO_CAP, LOG_RATIO_CAP))
     match config:
         case TokenTruncation() | SequenceTruncation():
-            return CorrectionWeights(ratio.clamp(max=config.cap), ratio >= config.cap)
+            return ratio.clamp(max=config.cap), ratio >= config.cap
         case WeightMasking():
             outside = (ratio < config.low) | (ratio > config.high)
-            return CorrectionWeights(torch.where(outside, 0.0, ratio), outside)
+            return torch.where(outside, 0.0, ratio), outside
         case _:
             assert_never(config)
 
@@ -174,20 +193,38 @@ def log_mismatch_ratio(
     0 outside the mask, at the token level and at gaps of the sampler; the geometric mean is over
     the tokens of the mask, gaps included.
     """
+    check_one_shape(
+        "rollout correction",
+        proximal_logprobs=proximal_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        loss_mask=loss_mask,
+        sequences=sequences.sequence_ids,
+    )
     rollout = at_least_float32(rollout_logprobs.detach())
     known = loss_mask & torch.isfinite(rollout)
     log_ratio = torch.where(known, at_least_float32(proximal_logprobs.detach()) - rollout, 0.0)
+    if level == "token":
+        return log_ratio
+    whole = _of_sequences(log_ratio, loss_mask, sequences, level=level)
+    return torch.where(loss_mask, sequences.spread(whole), 0.0)
+
+
+def _of_sequences(
+    log_ratio: Tensor,
+    loss_mask: Tensor,
+    sequences: Sequences,
+    *,
+    level: Literal["sequence", "geometric"],
+) -> Tensor:
+    """The log ratio of each sequence, of those of its tokens."""
+    whole = sequences.sum(log_ratio)
     match level:
-        case "token":
-            return log_ratio
         case "sequence":
-            whole = sequences.sum(log_ratio)
+            return whole
         case "geometric":
-            num_tokens = sequences.sum(loss_mask.to(log_ratio.dtype)).clamp(min=1.0)
-            whole = sequences.sum(log_ratio) / num_tokens
+            return whole / sequences.sum(loss_mask.to(log_ratio.dtype)).clamp(min=1.0)
         case _:
             assert_never(level)
-    return torch.where(loss_mask, sequences.spread(whole), 0.0)
 
 
 def effective_sample_fraction(weight_mean: float, weight_square_mean: float) -> float:

@@ -1,6 +1,7 @@
 """SAPO: a smooth gate on the ratio instead of a clip, narrower where the advantage is negative.
 
-Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347.
+Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3,
+eq. 5 and 6.
 """
 
 from typing import ClassVar, Literal, final
@@ -15,6 +16,7 @@ from algos_gspo_dapo_grpo.kl import KlPenalty
 from algos_gspo_dapo_grpo.precision import at_least_float32
 from algos_gspo_dapo_grpo.rollout_correction import RolloutCorrection
 from algos_gspo_dapo_grpo.surrogate import Surrogate, masked_log_ratio, ratio_of
+from algos_gspo_dapo_grpo.validators import positive_validator
 
 
 @final
@@ -24,10 +26,10 @@ class SapoLoss:
 
     kind: ClassVar[Literal["sapo"]] = "sapo"
 
-    temperature_positive: float = attrs.field(default=1.0, validator=attrs.validators.gt(0.0))
+    temperature_positive: float = attrs.field(default=1.0, validator=positive_validator)
     """Steepness of the gate where A > 0, the paper's tau_pos. Default: as verl and TRL have it."""
 
-    temperature_negative: float = attrs.field(default=1.05, validator=attrs.validators.gt(0.0))
+    temperature_negative: float = attrs.field(default=1.05, validator=positive_validator)
     """Steepness of the gate elsewhere, tau_neg; larger decays faster. Default: as verl and TRL."""
 
     aggregation: Aggregation = attrs.field(factory=SequenceMeanTokenMean)
@@ -76,7 +78,7 @@ def sapo_token_losses(
     )
     gates = torch.sigmoid(temperature * (ratios - 1.0)) * (4.0 / temperature)
     return Surrogate(
-        losses=-gates * advantages,
+        losses=-gates * advantages.detach(),
         ratios=ratios.detach(),
         clipped=torch.zeros_like(positive),
         dual_clipped=None,

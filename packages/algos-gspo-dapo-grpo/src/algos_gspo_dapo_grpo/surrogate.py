@@ -31,8 +31,11 @@ class Surrogate:
     ratios: Float[Tensor, "*units"]
     """Importance ratio, detached."""
 
-    clipped: Bool[Tensor, "*units"]
-    """True where a clip, or a bound of the method's weight, decides the loss."""
+    clipped: Bool[Tensor, "*clipped_units"]
+    """True where a clip, or a bound of the method's weight, decides the loss.
+
+    Of the same units as the losses, but for GMPO: its loss is the sequence's, its clip the token's.
+    """
 
     dual_clipped: Bool[Tensor, "*units"] | None
     """True where the dual clip decides the loss; None if there is none."""
@@ -51,7 +54,7 @@ def clipped_surrogate(
     Args:
         log_ratios: log r, in nats; the only input that carries a gradient. Held within
             `LOG_RATIO_CAP`, so value and gradient are finite for every finite input.
-        advantages: A, in reward units.
+        advantages: A, in reward units; data, whatever graph they come with.
         clip_low: the ratio is held at or above ``1 - clip_low`` where A < 0.
         clip_high: the ratio is held at or below ``1 + clip_high`` where A > 0.
         dual_clip: where A < 0 the loss is at most ``dual_clip * |A|``, however large r is
@@ -61,6 +64,7 @@ def clipped_surrogate(
         One loss per entry. Masking and averaging are the caller's.
     """
     ratios = ratio_of(log_ratios)
+    advantages = advantages.detach()
     unclipped_losses = -ratios * advantages
     clipped_losses = -torch.clamp(ratios, 1.0 - clip_low, 1.0 + clip_high) * advantages
     clipped = clipped_losses > unclipped_losses

@@ -4,7 +4,7 @@ Off-policy, pushing down a bad sample that the policy has already forgotten only
 weight falls with its probability. A good one is pulled up however unlikely it has become.
 
 Source: Le Roux et al. 2025, "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement
-learning for LLMs", arXiv:2503.14286, section 3.
+learning for LLMs", arXiv:2503.14286.
 """
 
 from typing import ClassVar, Literal, final
@@ -75,7 +75,7 @@ def topr_token_losses(
     bad = advantages < 0
     weights = torch.where(bad, ratios.clamp(max=1.0), 1.0)
     return Surrogate(
-        losses=sequences.spread(-(weights * advantages)) * policy,
+        losses=sequences.spread(-(weights * advantages.detach())) * policy,
         ratios=sequences.spread(ratios),
         clipped=(sequences.spread((bad & (ratios > 1.0)).to(ratios.dtype)) > 0) & loss_mask,
         dual_clipped=None,

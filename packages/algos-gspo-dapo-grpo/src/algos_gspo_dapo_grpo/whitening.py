@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from algos_gspo_dapo_grpo.shapes import check_one_shape
+
 WHITENING_EPSILON = 1e-8
 """Added to the variance. verl's value (verl/utils/torch_functional.py, ``masked_whiten``)."""
 
@@ -27,6 +29,7 @@ def whitened(
         Whitened values, and 0 where the weight is 0. The variance has the divisor ``total weight
         - 1``. A total weight of 1 or less, or values that are all equal, gives 0.
     """
+    check_one_shape("whitened", values=values, weights=weights)
     counted = weights > 0
     values = torch.where(counted, values, 0.0)
     total = weights.sum()

@@ -10,7 +10,7 @@ from device_env.device import (
     TorchDeviceType,
 )
 from device_env.doctor import Report, examine
-from device_env.domains import Choice, Domain, Flag, Integer, Text
+from device_env.domains import Choice, Domain, Flag, Integer, IntegerList, Text
 from device_env.environment_snapshot import snapshot
 from device_env.errors import (
     DeviceEnvError,
@@ -66,6 +66,7 @@ __all__ = [
     "Finding",
     "Flag",
     "Integer",
+    "IntegerList",
     "Judge",
     "Level",
     "LocatedFinding",

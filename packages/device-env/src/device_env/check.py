@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from typing import final
 
 import attrs
-from packaging.version import Version
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from device_env.device import DeviceKind
 from device_env.domains import check_value
@@ -16,6 +17,12 @@ from device_env.rules import RULES, RunFacts, Situation
 
 _DISTRIBUTIONS = frozenset({"vllm", "vllm-ascend", "torch-npu", "torch", "ray", "verl"})
 """Readers whose version can be asked for; those beyond (CANN, NCCL, ...) are not judged."""
+
+_FAMILIES = (
+    "ASCEND_", "CUDA_", "HCCL_", "HIP_", "NCCL_", "OMP_", "PYTORCH_", "RAY_", "ROCR_", "TORCH_",
+)  # fmt: skip
+_MISSPELT = 0.93
+"""Below it are pairs of real names such as NCCL_IB_DISABLE and NCCL_IBEXT_DISABLE (0.91)."""
 
 
 def check_environment(
@@ -78,6 +85,18 @@ class Judge:
     registry: Registry = attrs.field(factory=Registry.load)
     """The facts."""
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse versions that would be passed over: misspelt names, and what is no version."""
+        for name, version in self.versions.items():
+            if canonicalize_name(name) != name:
+                message = f"expected the name {canonicalize_name(name)!r}, got {name!r}"
+                raise ValueError(f"versions: {message}")
+            try:
+                Version(version)
+            except InvalidVersion as error:
+                message = f"expected a version such as 0.32.0, got {version!r}"
+                raise ValueError(f"versions: {name}: {message}") from error
+
     def environment(self, environ: Mapping[str, str]) -> list[Finding]:
         """All that there is against an environment, gravest first."""
         findings = [found for name in environ for found in self.variable(name, environ[name])]
@@ -86,9 +105,7 @@ class Judge:
     def variable(self, name: str, value: str | None) -> list[Finding]:
         """What there is against one variable; a value of None is not known and not judged."""
         if name not in self.registry:
-            if not name.startswith("VLLM_"):
-                return []
-            return [_unknown_to_vllm(name, self.versions, self._names())]
+            return self._beyond_the_registry(name)
         variable = self.registry.lookup(name)
         stale = _stale(variable, self.versions, self.not_installed, self._names())
         findings = [] if stale is None else [stale]
@@ -105,6 +122,37 @@ class Judge:
             facts=self.facts,
         )
         return [found for rule in RULES if (found := rule.check(situation)) is not None]
+
+    def _beyond_the_registry(self, name: str) -> list[Finding]:
+        """What there is against a name of which the registry says nothing."""
+        if name.upper() != name and name.upper() in self.registry:
+            return [
+                Finding(
+                    level="warning",
+                    variable=name,
+                    message=f"is not {name.upper()}: names are told apart by their case",
+                    fix=f"write {name.upper()}",
+                )
+            ]
+        if name.startswith("VLLM_ASCEND_") and "vllm-ascend" in self.versions:
+            names = known_names("vllm-ascend", self.versions["vllm-ascend"])
+            return [_unknown_to(name, "vllm-ascend", self.versions, names)]
+        if name.startswith("VLLM_"):
+            names = None if name.startswith("VLLM_ASCEND_") else self._names()
+            return [_unknown_to(name, "vllm", self.versions, names)]
+        near = difflib.get_close_matches(
+            name, [variable.name for variable in self.registry], n=1, cutoff=_MISSPELT
+        )
+        if not near or not name.startswith(_FAMILIES):
+            return []
+        return [
+            Finding(
+                level="note",
+                variable=name,
+                message="not judged: the registry does not know it",
+                fix=f"did you mean {near[0]}?",
+            )
+        ]
 
     def _names(self) -> frozenset[str] | None:
         if self.vllm_names is not None or "vllm" not in self.versions:
@@ -135,7 +183,10 @@ def _stale(
     if reader not in versions:
         message = f"not judged: read by {reader}, whose version was not given"
         return Finding(
-            level="note", variable=variable.name, message=message, fix=f"give {reader}'s version"
+            level="note",
+            variable=variable.name,
+            message=message,
+            fix=f"give {reader}'s version (--{reader})",
         )
     return _stale_in(variable, reader, Version(versions[reader]), vllm_names, fix)
 
@@ -206,29 +257,29 @@ def _value_and_age(
     return findings
 
 
-def _unknown_to_vllm(
-    name: str, versions: Mapping[str, str], vllm_names: Collection[str] | None
+def _unknown_to(
+    name: str, reader: str, versions: Mapping[str, str], names: Collection[str] | None
 ) -> Finding:
-    if vllm_names is None or name.startswith("VLLM_ASCEND_"):
+    if names is None:
         return Finding(
             level="note",
             variable=name,
             message="not judged: the registry does not know it",
             fix="check the name against the documentation of the version you run",
         )
-    version = versions.get("vllm", "of unknown version")
-    if name in vllm_names:
+    version = versions.get(reader, "of unknown version")
+    if name in names:
         return Finding(
             level="note",
             variable=name,
-            message=f"vllm {version} reads it; its value is not judged: the registry does not "
+            message=f"{reader} {version} reads it; its value is not judged: the registry does not "
             "know it",
             fix="check the value against the documentation of the version you run",
         )
-    near = difflib.get_close_matches(name, vllm_names, n=2, cutoff=0.8)
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
     return Finding(
         level="warning",
         variable=name,
-        message=f"vllm {version} does not read it",
+        message=f"{reader} {version} does not read it",
         fix=f"did you mean {' or '.join(near)}?" if near else "remove the variable",
     )

@@ -18,10 +18,10 @@ from device_env.env_file import parse_env_file
 from device_env.errors import EnvFileError, ScriptError, UnknownVariableError
 from device_env.explanation import explain
 from device_env.findings import Finding
-from device_env.profile import shell_lines
+from device_env.profile import is_name, shell_lines
 from device_env.recipes import RECIPE_NAMES, RECIPES, Recipe, profile_for
 from device_env.render import Style, count_by_level, render_findings, render_report
-from device_env.rules import RunFacts
+from device_env.rules import RunFacts, check_seconds
 from device_env.script_check import check_script
 
 _USAGE_ERROR = 2
@@ -108,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_versions(parser: argparse.ArgumentParser) -> None:
     for option in _VERSIONED:
-        parser.add_argument(f"--{option}", type=_version, metavar="VERSION")
+        parser.add_argument(
+            f"--{option}", type=_version, metavar="VERSION", help=f"the {option} of the run"
+        )
 
 
 def _add_facts(check: argparse.ArgumentParser) -> None:
@@ -124,13 +126,13 @@ def _add_facts(check: argparse.ArgumentParser) -> None:
             f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text
         )
     facts.add_argument(
-        "--process-group-timeout", type=float, metavar="SECONDS", help="of torch.distributed"
+        "--process-group-timeout", type=_seconds, metavar="SECONDS", help="of torch.distributed"
     )
 
 
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
+    if not equals or not is_name(name):
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
     return name, value
 
@@ -142,6 +144,13 @@ def _version(text: str) -> str:
         message = f"expected a version such as 0.32.0, got {text!r}"
         raise argparse.ArgumentTypeError(message) from error
     return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        return check_seconds(float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _doctor(*, as_json: bool) -> int:
@@ -163,7 +172,7 @@ def _check(arguments: argparse.Namespace) -> int:
             located, judged = _script_findings(arguments.script, judge, dict(arguments.with_))
         else:
             located, judged = _environment_findings(arguments.env_file, judge)
-    except (OSError, UnicodeDecodeError, EnvFileError, ScriptError) as error:
+    except (OSError, EnvFileError, ScriptError) as error:
         return _complain(f"{file}: {error}")
     findings = [finding for _, finding in located]
     if arguments.json:
@@ -221,9 +230,14 @@ def _judge(arguments: argparse.Namespace, *, recipe: Recipe | None = None) -> Ju
 def _script_findings(
     script: Path, judge: Judge, environ: Mapping[str, str]
 ) -> tuple[list[tuple[int | None, Finding]], str]:
-    text = script.read_text(encoding="utf-8")
+    text = _read(script)
     located = check_script(text, judge, environ=environ)
     return [(at.line, at.finding) for at in located], f"{text.count(chr(10))} lines"
+
+
+def _read(file: Path) -> str:
+    """The text with its own line ends; bytes that are no UTF-8 are as good as any in a comment."""
+    return file.read_bytes().decode("utf-8", errors="replace")
 
 
 def _environment_findings(
@@ -231,7 +245,7 @@ def _environment_findings(
 ) -> tuple[list[tuple[int | None, Finding]], str]:
     environ, lines = dict(os.environ), dict[str, int]()
     if file is not None:
-        assignments = parse_env_file(file.read_text(encoding="utf-8"))
+        assignments = parse_env_file(_read(file))
         environ = {name: found.value for name, found in assignments.items()}
         lines = {name: found.line for name, found in assignments.items()}
     located = [(lines.get(found.variable), found) for found in judge.environment(environ)]
@@ -239,14 +253,15 @@ def _environment_findings(
 
 
 def _explain(names: Sequence[str]) -> int:
-    texts: list[str] = []
+    texts, unknown = list[str](), list[str]()
     for name in names:
         try:
             texts.append(explain(name))
         except UnknownVariableError as error:
-            return _complain(str(error))
-    _print("\n\n".join(texts))
-    return 0
+            unknown.append(str(error))
+    if texts:
+        _print("\n\n".join(texts))
+    return _complain("; ".join(unknown)) if unknown else 0
 
 
 def _style() -> Style:

@@ -8,7 +8,7 @@ import attrs
 
 from device_env.device import Device, Rejection
 from device_env.driver_versions import nvidia_driver
-from device_env.torch_build import TorchUnavailable, import_torch
+from device_env.torch_build import VENDOR_ERRORS, TorchUnavailable, import_torch
 from device_env.visible import VisibleDevices, visible_devices
 
 
@@ -56,7 +56,10 @@ def find_gpus(torch: ModuleType, visible: VisibleDevices, environ: Mapping[str, 
         return f"{visible.variable}={environ.get(visible.variable or '', '')!r} hides every GPU"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        try:
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except VENDOR_ERRORS as error:
+            return f"torch {torch.__version__} cannot count devices: {error}"
     said = "; ".join(dict.fromkeys(str(warning.message).splitlines()[0] for warning in caught))
     if count == 0:
         asked = f", {visible.variable}={','.join(visible.ids)}" if visible.ids is not None else ""
@@ -64,7 +67,7 @@ def find_gpus(torch: ModuleType, visible: VisibleDevices, environ: Mapping[str, 
         return f"torch {torch.__version__} sees no device{asked}{why}"
     try:
         properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-    except RuntimeError as error:
+    except VENDOR_ERRORS as error:
         return f"torch {torch.__version__} counts {count} devices but cannot open them: {error}"
     return Gpus(
         names=tuple(str(found.name) for found in properties),

@@ -1,6 +1,7 @@
 """A look at everything that decides whether a run can start here, and what to do about it."""
 
 import platform
+import re
 from collections.abc import Mapping
 from typing import final
 
@@ -186,16 +187,7 @@ def _host_findings(host: Host, environ: Mapping[str, str]) -> list[Finding]:
                 fix="several workers on this host: set it for each to their share of the cores",
             )
         )
-    elif not threads.split(",", maxsplit=1)[0].strip().isdecimal():
-        findings.append(
-            Finding(
-                level="error",
-                variable="OMP_NUM_THREADS",
-                message=f"expected a positive number, got {threads!r}",
-                fix=f"set it to a number from 1 to {host.cores}",
-            )
-        )
-    elif int(threads.split(",", maxsplit=1)[0]) > host.cores:
+    elif (first := re.match(r"\s*[0-9]+", threads)) and int(first.group()) > host.cores:
         findings.append(
             Finding(
                 level="warning",

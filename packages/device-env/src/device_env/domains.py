@@ -1,5 +1,6 @@
 """What values a variable takes, and what its reader does with any other."""
 
+import re
 from typing import Literal, assert_never, final
 
 import attrs
@@ -63,7 +64,19 @@ class Text:
     """What the text should look like."""
 
 
-Domain = Flag | Choice | Integer | Text
+@final
+@attrs.frozen(kw_only=True)
+class IntegerList:
+    """Whole numbers with commas between them, or one alone."""
+
+    minimum: int
+    """Smallest value of each."""
+
+    on_invalid: OnInvalid
+    """What the reader does with any other text."""
+
+
+Domain = Flag | Choice | Integer | IntegerList | Text
 
 _WORDS = ("0", "1", "true", "false")
 _FLAG_REMARKS = {
@@ -98,6 +111,8 @@ def check_value(domain: Domain, value: str) -> Violation | None:
             return _check_choice(domain, value)
         case Integer():
             return _check_integer(domain, value)
+        case IntegerList():
+            return _check_list(domain, value)
         case Text():
             return None
         case _:
@@ -115,6 +130,8 @@ def describe(domain: Domain) -> str:
             low = "" if domain.minimum is None else f", at least {domain.minimum}"
             high = "" if domain.maximum is None else f", at most {domain.maximum}"
             return "integer" + low + high + ("" if domain.unit is None else f", in {domain.unit}")
+        case IntegerList():
+            return f"integers of at least {domain.minimum}, with commas between them, or one"
         case Text():
             return domain.form
         case _:
@@ -144,13 +161,39 @@ def _check_flag(domain: Flag, value: str) -> Violation | None:
 
 def _check_choice(domain: Choice, value: str) -> Violation | None:
     known = domain.values if domain.case_sensitive else tuple(v.lower() for v in domain.values)
-    if (value if domain.case_sensitive else value.lower()) in known or not domain.complete:
+    if (value if domain.case_sensitive else value.lower()) in known:
         return None
+    if not domain.complete:
+        return _check_spelling(domain, value)
     message = f"expected {', '.join(domain.values)}, got {value!r}{_consequence(domain.on_invalid)}"
     return Violation(
         level="warning" if domain.on_invalid is None else "error",
         message=message,
         fix=f"use one of {', '.join(domain.values)}",
+    )
+
+
+def _check_spelling(domain: Choice, value: str) -> Violation | None:
+    """A word that is known, but for its case or for what stands around it."""
+    meant = value.strip(" \t\r\n'\"").lower()
+    for word in domain.values:
+        if word.lower() == meant and domain.on_invalid is not None:
+            return Violation(
+                level="error",
+                message=f"expected {word}, got {value!r}{_consequence(domain.on_invalid)}",
+                fix=f"write {word}",
+            )
+    return None
+
+
+def _check_list(domain: IntegerList, value: str) -> Violation | None:
+    parts = value.split(",")
+    if all(_is_integer(part) and int(part) >= domain.minimum for part in parts):
+        return None
+    return Violation(
+        level="warning" if domain.on_invalid is None else "error",
+        message=f"expected {describe(domain)}, got {value!r}{_consequence(domain.on_invalid)}",
+        fix="write a whole number",
     )
 
 
@@ -185,5 +228,4 @@ def _consequence(on_invalid: OnInvalid) -> str:
 
 
 def _is_integer(value: str) -> bool:
-    text = value.strip()
-    return text.removeprefix("-").removeprefix("+").isdecimal()
+    return re.fullmatch(r"\s*[+-]?[0-9]+\s*", value) is not None

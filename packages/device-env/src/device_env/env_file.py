@@ -1,14 +1,12 @@
 """Reading an environment file: lines of NAME=value, with or without `export`."""
 
-import re
-import shlex
 from typing import final
 
 import attrs
 
-from device_env.errors import EnvFileError
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+from device_env.errors import EnvFileError, ScriptError
+from device_env.shell_syntax import as_assignment
+from device_env.shell_words import Operator, Word, read_tokens
 
 
 @final
@@ -29,35 +27,49 @@ class Assignment:
 def parse_env_file(text: str) -> dict[str, Assignment]:
     """Read assignments by name; a later one replaces an earlier one, as in a shell.
 
-    Values are taken literally: a file that refers to other variables is a script, and a
-    `$` outside single quotes is refused rather than passed on unexpanded.
+    Quotes and comments are those of a shell. Values are taken literally: a file that refers to
+    other variables or runs commands is a script, and is refused rather than passed on unexpanded.
+    No message shows a value, which may be a secret.
 
     Raises:
         EnvFileError: a line is no assignment, or refers to another variable.
     """
+    try:
+        tokens = read_tokens(text)
+    except ScriptError as error:
+        raise EnvFileError(str(error)) from error
     assignments: dict[str, Assignment] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        for assignment in _assignments(line, number):
-            assignments[assignment.name] = assignment
+    before: str | None = None
+    for token in tokens:
+        if isinstance(token, Operator):
+            if token.text != "\n":
+                raise EnvFileError(
+                    f"line {token.line}: expected a literal value, got {token.text!r} outside "
+                    "quotes; put the value in quotes"
+                )
+            before = None
+        elif token.plain == "export" and before is None:
+            before = "export"
+        else:
+            found = _assignment(token, before)
+            before = found.name
+            assignments[found.name] = found
     return assignments
 
 
-def _assignments(line: str, number: int) -> list[Assignment]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise EnvFileError(f"line {number}: {error}: {line.strip()!r}") from error
-    if words and words[0] == "export":
-        words = words[1:]
-    if words and "$" in re.sub(r"'[^']*'", "", line):
+def _assignment(word: Word, before: str | None) -> Assignment:
+    read = as_assignment(word)
+    if read is None or read.append:
+        if before not in {None, "export"}:
+            raise EnvFileError(
+                f"line {word.line}: expected one word behind {before}=, got several; put the "
+                "value in quotes"
+            )
+        shown = (word.plain or "a word with an expansion").partition("=")[0]
+        raise EnvFileError(f"line {word.line}: expected NAME=value, got {shown!r}")
+    if read.value.plain is None:
         raise EnvFileError(
-            f"line {number}: expected a literal value, got {line.strip()!r}; "
-            "write out what it refers to"
+            f"line {word.line}: expected a literal value for {read.name}, got one that refers to "
+            "something else; write out what it refers to"
         )
-    found: list[Assignment] = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not _NAME.fullmatch(name):
-            raise EnvFileError(f"line {number}: expected NAME=value, got {word!r}")
-        found.append(Assignment(name=name, value=value, line=number))
-    return found
+    return Assignment(name=read.name, value=read.value.plain, line=word.line)

@@ -20,15 +20,24 @@ _NAMES = (
 _SECRET_PARTS = (
     "KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH", "COOKIE", "JWT",
 )  # fmt: skip
-_USER_IN_URL = re.compile(r"://[^/\s]*@")
+_SECRET_WORDS = frozenset(
+    {"BEARER", "CRED", "CREDS", "PASS", "PASSPHRASE", "PAT", "PIN", "PRIVATE", "PWD", "SK"}
+)
+_SECRET_VALUES = re.compile(
+    r"://[^/\s]*@|\w:[^/\s@]+@\w"  # a user in a URL, with or without its scheme
+    r"|\b(?:api[-_]?key|access[-_]?key|token|secret|passw(?:or)?d|passphrase|sig)\s*[=:\s]\s*\S"
+    r"|\bbearer\s|\b(?:sk|hf|ghp|xox[a-z])[-_]\w{8}",
+    re.IGNORECASE,
+)
 
 
 def snapshot(environ: Mapping[str, str], *, registry: Registry | None = None) -> dict[str, str]:
     """Variables that can change what a run does, sorted by name, without secrets.
 
-    Left out: names that contain one of `_SECRET_PARTS` in any case, except those of the registry
-    (TOKENIZERS_PARALLELISM), values that are URLs with a user in them, and values that hold
-    further settings (JSON) of which one is named like a secret.
+    Left out: names that contain one of `_SECRET_PARTS` or, as a word, of `_SECRET_WORDS` in any
+    case, except those of the registry (TOKENIZERS_PARALLELISM); values that look like a secret
+    or like options that hold one; and values that hold further settings (JSON) of which one is
+    named like a secret.
     """
     known = Registry.load() if registry is None else registry
     return {
@@ -38,11 +47,18 @@ def snapshot(environ: Mapping[str, str], *, registry: Registry | None = None) ->
     }
 
 
+def shown(name: str, value: str) -> str:
+    """A value as it may stand in a message."""
+    return "a value that is not shown" if _is_secret(name, value, Registry.load()) else repr(value)
+
+
 def _matters(name: str, known: Registry) -> bool:
     return name in known or name in _NAMES or name.startswith(_PREFIXES)
 
 
 def _is_secret(name: str, value: str, known: Registry) -> bool:
-    named = name not in known and any(part in name.upper() for part in _SECRET_PARTS)
+    upper = name.upper()
+    named = any(part in upper for part in _SECRET_PARTS) or _SECRET_WORDS & set(upper.split("_"))
     nested = "{" in value and any(part in value.upper() for part in _SECRET_PARTS)
-    return named or nested or _USER_IN_URL.search(value) is not None
+    secret = nested or _SECRET_VALUES.search(value) is not None
+    return secret or (name not in known and bool(named))

@@ -6,7 +6,12 @@ from types import ModuleType
 
 from device_env.device import Device, Rejection
 from device_env.driver_versions import ascend_driver, cann_toolkit
-from device_env.torch_build import TorchUnavailable, import_torch, without_extensions
+from device_env.torch_build import (
+    VENDOR_ERRORS,
+    TorchUnavailable,
+    import_torch,
+    without_extensions,
+)
 from device_env.visible import visible_devices
 
 _CANN_HINT = "source CANN's set_env.sh, or uninstall torch_npu on a machine without NPUs"
@@ -31,7 +36,7 @@ def detect_npu(environ: Mapping[str, str]) -> Device | Rejection:
         memory = tuple(
             int(torch_npu.npu.get_device_properties(index).total_memory) for index in range(count)
         )
-    except RuntimeError as error:
+    except VENDOR_ERRORS as error:
         reason = f"torch_npu imports, but its devices cannot be opened: {error}"
         return Rejection(kind="npu", reason=reason)
     if count == 0:
@@ -61,5 +66,5 @@ def _import_torch_npu() -> ModuleType | str:
         if error.name == "torch_npu":
             return "torch_npu is not installed"
         return f"torch_npu cannot be imported: {error}"
-    except (ImportError, OSError, RuntimeError) as error:
+    except VENDOR_ERRORS as error:
         return f"torch_npu is installed but cannot be imported: {error}; {_CANN_HINT}"

@@ -1,5 +1,6 @@
 """Values that a process needs in its environment, each with its reason and source."""
 
+import re
 import shlex
 from collections.abc import Collection, MutableMapping
 from typing import final
@@ -7,7 +8,15 @@ from typing import final
 import attrs
 
 from device_env.device import Device, DeviceKind
+from device_env.environment_snapshot import shown
 from device_env.errors import ProfileConflictError
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def is_name(text: str) -> bool:
+    """Whether a shell takes this as the name of a variable."""
+    return _NAME.fullmatch(text) is not None
 
 
 @final
@@ -15,10 +24,10 @@ from device_env.errors import ProfileConflictError
 class Setting:
     """One variable of a profile."""
 
-    name: str
+    name: str = attrs.field()
     """The variable."""
 
-    value: str
+    value: str = attrs.field()
     """What it shall be."""
 
     reason: str
@@ -26,6 +35,16 @@ class Setting:
 
     source: str
     """Where the reason is from: a document, a file of a version, or a measurement."""
+
+    @name.validator
+    def _check_name(self, _: "attrs.Attribute[str]", name: str) -> None:
+        if not is_name(name):
+            raise ValueError(f"Setting: expected letters, digits and _ as a name, got {name!r}")
+
+    @value.validator
+    def _check_value(self, _: "attrs.Attribute[str]", value: str) -> None:
+        if "\0" in value:
+            raise ValueError(f"Setting: {self.name}: an environment cannot hold a NUL character")
 
 
 @final
@@ -106,8 +125,8 @@ def apply(
         if environ.get(setting.name, setting.value) != setting.value
     ]
     conflicts = [
-        f"{setting.name} is {environ[setting.name]!r}, the profile wants {setting.value!r} "
-        f"({setting.reason})"
+        f"{setting.name} is {shown(setting.name, environ[setting.name])}, the profile wants "
+        f"{shown(setting.name, setting.value)} ({setting.reason})"
         for setting in different
         if setting.name not in overwrite
     ]
@@ -133,11 +152,16 @@ def apply(
 
 def shell_lines(profile: Profile) -> str:
     """The profile as lines for a shell script, each with its reason above it."""
-    lines = [f"# {profile.name}"]
+    lines = [_comment(profile.name)]
     for setting in profile.settings:
-        lines.append(f"# {setting.reason} [{setting.source}]")
+        lines.append(_comment(f"{setting.reason} [{setting.source}]"))
         lines.append(f"export {setting.name}={shlex.quote(setting.value)}")
     return "\n".join(lines)
+
+
+def _comment(text: str) -> str:
+    """One line, since what follows a line end would be a command."""
+    return "# " + " ".join(text.split())
 
 
 def worker_profile(device: Device, *, num_threads: int) -> Profile:

@@ -14,7 +14,7 @@ from typing import Literal, final
 import attrs
 from packaging.version import Version
 
-from device_env.domains import Choice, Domain, Flag, Integer, Text
+from device_env.domains import Choice, Domain, Flag, Integer, IntegerList, Text
 from device_env.errors import UnknownVariableError
 
 Reading = Literal["read", "not read", "unknown"]
@@ -202,7 +202,11 @@ def _domain(entry: object) -> Domain | None:
             return Choice(**(fields | {"values": tuple(fields["values"])}))
         case "integer":
             return Integer(**fields)
+        case "integers":
+            return IntegerList(**fields)
         case "text":
             return Text(**fields)
         case other:
-            raise ValueError(f"expected flag, choice, integer or text as type, got {other!r}")
+            raise ValueError(
+                f"expected flag, choice, integer, integers or text as type, got {other!r}"
+            )

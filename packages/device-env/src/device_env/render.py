@@ -130,7 +130,7 @@ def _verdict(report: Report, style: Style) -> str:
         text = f"{counts}: this machine is not ready. Follow the arrows, errors first."
         return style.paint(_fill(text, style), _COLOURS["error"])
     warned = any(finding.level == "warning" for finding in report.findings)
-    text = f"{counts}: this machine is ready{'; read the warnings first' if warned else ''}."
+    text = f"{counts}: {'no errors, but read the warnings' if warned else 'this machine is ready'}."
     return style.paint(_fill(text, style), "32;1")
 
 

@@ -18,8 +18,30 @@ _AIV_EXEC_TIMEOUT_MAX = 1091
 _CONNECT_TIMEOUT_DEFAULT = 120
 _EXEC_TIMEOUT_DEFAULT = 1836
 _LAST_TO_ASSERT = Version("0.18.0")
+_OWN_VARIABLE: Mapping[DeviceKind, str] = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "rocm": "HIP_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+}
+_VISIBLE_READERS: Mapping[str, tuple[DeviceKind, ...]] = {
+    "CUDA_VISIBLE_DEVICES": ("cuda", "rocm"),
+    "HIP_VISIBLE_DEVICES": ("rocm",),
+    "ROCR_VISIBLE_DEVICES": ("rocm",),
+    "ASCEND_RT_VISIBLE_DEVICES": ("npu",),
+}
 _ALLOCATORS_OF_TORCH = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _TORCH_NPU_DOC = "torch_npu documentation, HCCL_ASYNC_ERROR_HANDLING"
+
+
+def check_seconds(seconds: float) -> float:
+    """A number of seconds that is one.
+
+    Raises:
+        ValueError: it is not positive, or not a number.
+    """
+    if not seconds > 0:
+        raise ValueError(f"expected a positive number of seconds, got {seconds:g}")
+    return seconds
 
 
 @final
@@ -42,8 +64,13 @@ class RunFacts:
     weight_nz_mode: int | None = None
     """vllm-ascend's `additional_config.weight_nz_mode`, where it is set."""
 
-    process_group_timeout_s: float | None = None
+    process_group_timeout_s: float | None = attrs.field(default=None)
     """Timeout in seconds of torch.distributed's process group."""
+
+    @process_group_timeout_s.validator
+    def _check_timeout(self, _: "attrs.Attribute[float | None]", seconds: float | None) -> None:
+        if seconds is not None:
+            check_seconds(seconds)
 
 
 @final
@@ -235,7 +262,7 @@ def _nvls_needs_cumem(situation: Situation) -> Finding | None:
 
 
 def _cuda_expandable_segments_asleep(situation: Situation) -> Finding | None:
-    value = situation.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    value = situation.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").replace(" ", "")
     version = situation.versions.get("vllm")
     asserts = version is not None and Version(version) <= _LAST_TO_ASSERT
     asleep = situation.facts.sleep_mode is True and situation.device_kind != "npu"
@@ -355,6 +382,22 @@ def _ray_wants_hip(situation: Situation) -> Finding | None:
     )
 
 
+def _variable_of_another_kind(situation: Situation) -> Finding | None:
+    kind, environ = situation.device_kind, situation.environ
+    if kind is None or kind == "cpu":
+        return None
+    for name, readers in _VISIBLE_READERS.items():
+        # the empty text is what Ray gives to workers without a GPU, whatever the host has
+        if kind not in readers and environ.get(name):
+            return Finding(
+                level="warning",
+                variable=name,
+                message=f"{environ[name]!r} chooses no device: nobody reads it on {kind}",
+                fix=f"use {_OWN_VARIABLE[kind]}, or remove it",
+            )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         variables=("HCCL_EXEC_TIMEOUT", "HCCL_OP_EXPANSION_MODE"),
@@ -456,6 +499,12 @@ RULES: tuple[Rule, ...] = (
         "ROCR_VISIBLE_DEVICES; no device is listed twice",
         source="ROCm documentation, GPU isolation techniques; verl#1465",
         check=_visible_devices_agree,
+    ),
+    Rule(
+        variables=tuple(_VISIBLE_READERS),
+        text="each kind of device has a visible-devices variable of its own",
+        source="vendors' documentation; ROCm reads CUDA_VISIBLE_DEVICES too",
+        check=_variable_of_another_kind,
     ),
     Rule(
         variables=("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),

@@ -9,6 +9,8 @@ from device_env.check import Judge
 from device_env.findings import LEVELS, Finding
 from device_env.shell_script import Launch, follow_script
 
+_BYTE_ORDER_MARK = "\ufeff"
+
 
 @final
 @attrs.frozen(kw_only=True)
@@ -43,8 +45,8 @@ def check_script(
     Raises:
         ScriptError: the script cannot be read; the line is named.
     """
-    followed = follow_script(text, environ)
-    found: dict[LocatedFinding, None] = {}
+    followed = follow_script(text.removeprefix(_BYTE_ORDER_MARK), environ)
+    found: dict[LocatedFinding, None] = dict.fromkeys(_of_the_file(text))
     for setting in followed.settings:
         for finding in judge.variable(setting.name, setting.value.text):
             found[LocatedFinding(line=setting.line, finding=finding)] = None
@@ -59,9 +61,7 @@ def check_script(
                 fix=f"write export {setting.name}=...",
             )
             found[LocatedFinding(line=setting.line, finding=finding)] = None
-    notes = [
-        (line, f"reads {path}, whose variables are not seen") for line, path in followed.sourced
-    ]
+    notes = [(line, f"{what}, whose variables are not seen") for line, what in followed.unseen]
     if not followed.every_way:
         notes.append((1, "not every way through the script was followed"))
     for line, message in notes:
@@ -69,6 +69,25 @@ def check_script(
         finding = Finding(level="note", variable="script", message=message, fix=fix)
         found[LocatedFinding(line=line, finding=finding)] = None
     return sorted(found, key=lambda at: (at.line, LEVELS.index(at.finding.level)))
+
+
+def _of_the_file(text: str) -> list[LocatedFinding]:
+    """What an editor left in the file that a shell takes for text (run with bash 5.2)."""
+    seen: list[tuple[int, str, str]] = []
+    if text.startswith(_BYTE_ORDER_MARK):
+        message = "begins with a byte order mark, with which bash does not find the first command"
+        seen.append((1, message, "save it as UTF-8 without a byte order mark"))
+    end = text.find("\r\n")
+    if end >= 0:
+        message = "lines end in CR LF, and bash keeps the CR in every value and keyword"
+        seen.append((text.count("\n", 0, end) + 1, message, "save it with line ends of LF"))
+    return [
+        LocatedFinding(
+            line=line,
+            finding=Finding(level="error", variable="script", message=message, fix=fix),
+        )
+        for line, message, fix in seen
+    ]
 
 
 def _together(launch: Launch, judge: Judge) -> list[LocatedFinding]:

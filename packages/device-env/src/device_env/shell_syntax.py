@@ -14,6 +14,7 @@ from device_env.shell_words import REDIRECTIONS, Literal, Operator, Token, Word,
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=(?P<value>.*)", re.DOTALL)
 _SEPARATORS = frozenset({"\n", ";", "&"})
 _DESCRIPTOR = re.compile(r"[0-9]+|\{\w+\}")
+_TEXTS = frozenset({"<<", "<<-", "<<<"})
 _CASE_ENDS = frozenset({";;", ";&", ";;&"})
 
 
@@ -35,6 +36,8 @@ class Command:
     assignments: tuple[Assignment, ...]
     words: tuple[Word, ...]
     line: int
+    stdin: Word | None = None
+    """The here-document or here-string that it reads."""
 
 
 @final
@@ -49,6 +52,9 @@ class Choice:
     """What the subject of a `case` is compared with; empty for an `if`."""
 
     body: tuple["Node", ...]
+
+    goes_on: bool = False
+    """Whether later patterns are tried after this arm of a `case` (`;;&`)."""
 
 
 @final
@@ -94,14 +100,14 @@ class Function:
 Node = Command | Branches | Block | Loop | Function
 
 
-def parse_shell(text: str) -> tuple[Node, ...]:
-    """Read the structure of a script.
+def parse_shell(text: str, line: int = 1) -> tuple[Node, ...]:
+    """Read the structure of a script; `line` is the number of its first line.
 
     Raises:
         ScriptError: the script is not what a shell would take, or uses syntax beyond this reader;
             the line is named.
     """
-    parser = _Parser(read_tokens(text))
+    parser = _Parser(read_tokens(text, line))
     nodes = parser.commands(frozenset())
     parser.expect_end()
     return nodes
@@ -127,7 +133,9 @@ class _Parser:
                 self._position += 1
             if self._ends(ends):
                 return tuple(nodes)
-            nodes.append(self._and_or(ends))
+            node = self._and_or(ends)
+            background = self._operator() == "&"
+            nodes.append(Block((node,), subshell=True) if background else node)
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -253,7 +261,7 @@ class _Parser:
         subject = self._any_word()
         self._skip_newlines()
         self._take("in")
-        choices: list[Choice] = []
+        choices, falls = list[Choice](), list[bool]()
         self._skip_newlines()
         while self._keyword() != "esac":
             if self._operator() == "(":
@@ -264,11 +272,19 @@ class _Parser:
                 patterns.append(self._any_word())
             self._take(")")
             body = self.commands(_CASE_ENDS | {"esac"})
-            choices.append(Choice(condition=(), patterns=tuple(patterns), body=body))
-            if self._operator() in _CASE_ENDS:
+            end = self._operator()
+            choices.append(
+                Choice(condition=(), patterns=tuple(patterns), body=body, goes_on=end == ";;&")
+            )
+            falls.append(end == ";&")
+            if end in _CASE_ENDS:
                 self._position += 1
             self._skip_newlines()
         self._take("esac")
+        for index in reversed(range(len(choices) - 1)):
+            if falls[index]:  # `;&` goes on with the commands of the next arm
+                body = choices[index].body + choices[index + 1].body
+                choices[index] = attrs.evolve(choices[index], body=body)
         return Branches(tuple(choices), subject=subject)
 
     def _for(self) -> Loop:
@@ -287,9 +303,11 @@ class _Parser:
     def _do(self) -> tuple[Node, ...]:
         while self._operator() in _SEPARATORS:
             self._position += 1
-        self._take("do")
-        body = self.commands(frozenset({"done"}))
-        self._take("done")
+        braces = self._keyword() == "{"
+        self._take("{" if braces else "do")
+        end = "}" if braces else "done"
+        body = self.commands(frozenset({end}))
+        self._take(end)
         return body
 
     def _function(self, name: str, ends: frozenset[str]) -> Function:
@@ -306,10 +324,11 @@ class _Parser:
 
     def _simple(self, ends: frozenset[str]) -> Node:
         line, start = self._line(), self._position
+        stdin: Word | None = None
         assignments: list[Assignment] = []
         words: list[Word] = []
         while True:
-            self._redirections()
+            stdin = self._redirections() or stdin
             token = self._token()
             if not isinstance(token, Word):
                 break
@@ -328,7 +347,7 @@ class _Parser:
         token = self._token()
         if isinstance(token, Operator) and self._position == start:
             raise ScriptError(f"line {line}: unexpected {_shown(token)}")
-        return Command(tuple(assignments), tuple(words), line)
+        return Command(tuple(assignments), tuple(words), line, stdin)
 
     def _conditional(self, words: list[Word]) -> None:
         while (token := self._token()) is not None:
@@ -342,15 +361,19 @@ class _Parser:
                 return
         raise ScriptError(f"line {words[0].line}: [[ is not closed")
 
-    def _redirections(self) -> None:
+    def _redirections(self) -> Word | None:
+        """Pass over redirections; the text that a here-document or here-string gives."""
+        stdin: Word | None = None
         while True:
             token = self._token()
             after = self._position + 1
             following = self._tokens[after] if after < len(self._tokens) else None
             if isinstance(token, Operator) and token.text in REDIRECTIONS:
                 self._position += 1
-                if isinstance(self._token(), Word):
+                target = self._token()
+                if isinstance(target, Word):
                     self._position += 1
+                    stdin = target if token.text in _TEXTS else stdin
             elif (
                 isinstance(token, Word)
                 and not token.quoted
@@ -360,7 +383,7 @@ class _Parser:
             ):
                 self._position += 1
             else:
-                return
+                return stdin
 
 
 def _as_word(text: str, line: int) -> Word:

@@ -12,6 +12,17 @@ import attrs
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
+VENDOR_ERRORS = (
+    ImportError,
+    OSError,
+    RuntimeError,
+    AttributeError,
+    AssertionError,
+    TypeError,
+    ValueError,
+)
+"""What a vendor's package raises where its libraries, driver or torch do not fit it."""
+
 
 @attrs.frozen
 class TorchUnavailable:
@@ -42,7 +53,7 @@ def import_torch() -> ModuleType | TorchUnavailable:
         if error.name == "torch":
             return TorchUnavailable("torch is not installed", broken=False)
         return TorchUnavailable(f"torch cannot be imported: {error}", broken=True)
-    except (ImportError, OSError, RuntimeError) as error:
+    except VENDOR_ERRORS as error:
         return TorchUnavailable(f"torch cannot be imported: {error}", broken=True)
 
 
@@ -57,7 +68,7 @@ def broken_extensions(environ: Mapping[str, str]) -> dict[str, str]:
     for extension in metadata.entry_points(group="torch.backends"):
         try:
             importlib.import_module(extension.module)
-        except (ImportError, OSError, RuntimeError) as error:
+        except VENDOR_ERRORS as error:
             broken[extension.name] = str(error)
     return broken
 

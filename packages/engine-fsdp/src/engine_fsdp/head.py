@@ -1,21 +1,35 @@
 """Log-probabilities of given tokens from hidden states, without the logits of all tokens.
 
 The output projection and the softmax run over a few rows at a time. Forward keeps one number per
-row, the logarithm of the softmax's denominator; backward computes the logits again, unless they
-are small enough to keep. Statistics are float32 whatever the weights are in.
+row, the logarithm of the softmax's denominator; backward computes the logits again, except those
+of the first rows, which are kept as far as a budget goes. Statistics are float32 whatever the
+weights are in.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_CHUNK_BYTES = 256 * 2**20
-"""float32 logits of the rows that are computed together."""
+from engine_fsdp.head_rows import add_product, logit_gradient, row_statistics
 
-_KEPT_BYTES = 256 * 2**20
-"""Up to this size, the logits are kept from forward to backward, in the type of the weights."""
+_CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 2**31}
+"""float32 logits of the rows that are computed together. A GPU has the memory for larger products,
+and needs them to be busy."""
+
+_ROW_STEP = 128
+"""Rows of a tile of a matrix product on GPUs."""
+
+
+class TokenStatistics(NamedTuple):
+    """What the policy says of given tokens; float32, in nats."""
+
+    logprobs: Float[Tensor, " tokens"]
+    """Log-probability of the token."""
+
+    entropies: Float[Tensor, " tokens"]
+    """Entropy of the distribution that the token is drawn from; carries no gradient."""
 
 
 def linear_logprobs(
@@ -24,8 +38,8 @@ def linear_logprobs(
     targets: Int[Tensor, " rows"],
     *,
     temperature: float,
-    chunk_bytes: int = _CHUNK_BYTES,
-    kept_bytes: int = _KEPT_BYTES,
+    kept_bytes: int,
+    chunk_bytes: int | None = None,
 ) -> Float[Tensor, " rows"]:
     """``log_softmax(hidden @ weight.T / temperature)`` at `targets`, float32, in nats.
 
@@ -34,16 +48,47 @@ def linear_logprobs(
         weight: output projection; carries a gradient.
         targets: token ids.
         temperature: divides the logits.
-        chunk_bytes: the most float32 logits at one time; at least one row is computed.
-        kept_bytes: the most logits kept for the backward pass.
+        kept_bytes: the most logits kept for the backward pass, in the type of the weights.
+        chunk_bytes: the most float32 logits at one time; at least one row is computed. None: what
+            suits the device.
     """
-    vocab_bytes = weight.shape[0] * torch.float32.itemsize
-    chunk_rows = max(1, chunk_bytes // vocab_bytes)
-    keep = hidden.shape[0] * weight.shape[0] * weight.dtype.itemsize <= kept_bytes
+    chunk_rows = _chunk_rows(weight, chunk_bytes)
+    kept_chunks = kept_bytes // (chunk_rows * weight.shape[0] * weight.dtype.itemsize)
+    if hidden.shape[0] * weight.shape[0] * weight.dtype.itemsize <= kept_bytes:
+        kept_chunks = hidden.shape[0]  # also a last chunk that is not full
     logprobs: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, chunk_rows, keep
+        hidden, weight, targets, temperature, chunk_rows, kept_chunks
     )
     return logprobs
+
+
+@torch.no_grad()
+def linear_statistics(
+    hidden: Float[Tensor, "rows hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    targets: Int[Tensor, " rows"],
+    *,
+    temperature: float,
+    chunk_bytes: int | None = None,
+) -> TokenStatistics:
+    """What `linear_logprobs` returns, and the entropy of each row's distribution, in nats."""
+    chunk_rows = _chunk_rows(weight, chunk_bytes)
+    logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    entropies = torch.empty_like(logprobs)
+    for rows in range(0, hidden.shape[0], chunk_rows):
+        chunk = slice(rows, rows + chunk_rows)
+        logits = hidden[chunk] @ weight.t()
+        found = row_statistics(logits, targets[chunk], temperature, with_entropy=True)
+        logprobs[chunk], entropies[chunk] = found.logprobs, found.entropies
+    return TokenStatistics(logprobs, entropies)
+
+
+def _chunk_rows(weight: Tensor, chunk_bytes: int | None) -> int:
+    if chunk_bytes is None:
+        chunk_bytes = _CHUNK_BYTES.get(weight.device.type, _CHUNK_BYTES["cuda"])
+    rows = max(1, chunk_bytes // (weight.shape[0] * torch.float32.itemsize))
+    # Whole tiles of a matrix product, if there are any.
+    return rows if rows < _ROW_STEP else rows // _ROW_STEP * _ROW_STEP
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -57,7 +102,7 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk_rows: int,
-        keep: bool,  # noqa: FBT001
+        kept_chunks: int,
     ) -> Tensor:
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         denominators = torch.empty_like(logprobs)
@@ -65,13 +110,10 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in range(0, hidden.shape[0], chunk_rows):
             chunk = slice(rows, rows + chunk_rows)
             logits = hidden[chunk] @ weight.t()
-            at_target = targets[chunk, None]
-            # log_softmax is one fused pass on the CPU; logsumexp there is six times slower.
-            log_p = (logits.float() / temperature).log_softmax(-1).gather(1, at_target)[:, 0]
-            logprobs[chunk] = log_p
-            target_logits = logits.gather(1, at_target)[:, 0].float() / temperature
-            denominators[chunk] = target_logits - log_p
-            if keep:
+            found = row_statistics(logits, targets[chunk], temperature, with_entropy=False)
+            logprobs[chunk], denominators[chunk] = found.logprobs, found.denominators
+            # Without a gradient nothing comes back for them.
+            if len(kept) < kept_chunks and any(ctx.needs_input_grad):
                 kept.append(logits)
         ctx.save_for_backward(hidden, weight, targets, denominators, *kept)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
@@ -84,20 +126,15 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight: Tensor | None = None
         for index, rows in enumerate(range(0, hidden.shape[0], ctx.chunk_rows)):
             chunk = slice(rows, rows + ctx.chunk_rows)
-            logits = kept[index] if kept else hidden[chunk] @ weight.t()
-            grad = (grads[0][chunk] / ctx.temperature)[:, None]
-            minus_p = (
-                logits.to(torch.float32, copy=True)
-                .div_(ctx.temperature)
-                .sub_(denominators[chunk, None])
-                .exp_()
+            logits = kept[index] if index < len(kept) else hidden[chunk] @ weight.t()
+            grad_logits = logit_gradient(
+                logits, targets[chunk], denominators[chunk], grads[0][chunk], ctx.temperature
             )
-            minus_p.mul_(-grad)
-            grad_logits = minus_p.scatter_add_(1, targets[chunk, None], grad).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ weight
-            product = grad_logits.t() @ hidden[chunk]
-            # Several chunks add up in float32; one alone needs no copy.
-            grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        if grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            if ctx.needs_input_grad[1]:  # not for a frozen head
+                grad_weight = add_product(grad_weight, grad_logits, hidden[chunk])
+        if ctx.needs_input_grad[1]:
+            grad_weight = (
+                torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+            )
+        return grad_hidden, grad_weight, None, None, None, None

@@ -1,17 +1,17 @@
 """A Hugging Face causal LM that answers with the log-probabilities of a packed micro-batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from engine_fsdp.attention import ATTENTION_NAME, PackedSequences, register_attention
-from engine_fsdp.head import linear_logprobs
+from engine_fsdp.attention import ATTENTION_NAME, PackedSequences, lay_out, register_attention
+from engine_fsdp.blocks import wrap_block
+from engine_fsdp.config import ActivationCheckpointing
+from engine_fsdp.head import TokenStatistics, linear_logprobs, linear_statistics
 from rl_contracts.expert_layout import is_stack, view_stack
 from rl_contracts.pretrained import folder_shapes
 from rl_contracts.train import NamedTensor
@@ -47,6 +47,8 @@ class PackedCausalLM(nn.Module):
         super().__init__()
         self.model: Any = model  # transformers types little of what a model offers
         self.temperature = temperature
+        self.kept_logits_bytes = 0
+        """The most logits that are kept for the backward pass."""
         self.stacks = stacks
         """Names of the weights that the folder holds as one tensor per expert and projection."""
         self.has_experts = any(is_stack(name) for name, _ in self.model.named_parameters())
@@ -65,24 +67,39 @@ class PackedCausalLM(nn.Module):
         self,
         token_ids: Int[Tensor, " tokens"],
         positions: Int[Tensor, " tokens"],
-        scored: Int[Tensor, " scored"],
+        rows: Int[Tensor, " rows"],
+        targets: Int[Tensor, " rows"],
         packed: PackedSequences,
-    ) -> Float[Tensor, " tokens"]:
-        """Log-probability of the tokens at `scored` given those before them; 0 elsewhere."""
+        *,
+        with_entropies: bool = False,
+    ) -> TokenStatistics:
+        """Log-probability of each target, predicted by the token at its row.
+
+        Entropies too, without gradient, if asked for; they are empty otherwise.
+        """
         output = self.model.base_model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, packed=packed
         )
-        # The token before predicts the token; no other token pays for the head.
-        hidden = output.last_hidden_state[0][scored - 1]
+        hidden = output.last_hidden_state[0].index_select(0, rows)
         weight = self.model.get_output_embeddings().weight
         self.dtypes_seen = frozenset((hidden.dtype, weight.dtype))
-        logprobs = linear_logprobs(hidden, weight, token_ids[scored], temperature=self.temperature)
-        return torch.zeros_like(token_ids, dtype=torch.float32).index_copy(0, scored, logprobs)
+        if with_entropies:
+            return linear_statistics(hidden, weight, targets, temperature=self.temperature)
+        logprobs = linear_logprobs(
+            hidden,
+            weight,
+            targets,
+            temperature=self.temperature,
+            kept_bytes=self.kept_logits_bytes,
+        )
+        return TokenStatistics(logprobs, logprobs.detach()[:0])
 
-    def checkpoint_activations(self) -> None:
-        """Recompute each block in the backward pass. Call before `fully_shard`."""
+    def wrap_blocks(self, *, checkpointing: ActivationCheckpointing, compiled: bool) -> None:
+        """Run every block as configured; see `wrap_block`."""
         for block in self.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = wrap_block(
+                block.forward, checkpointing=checkpointing, compiled=compiled
+            )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All that belongs into a Hugging Face checkpoint; a tied weight once, experts stacked."""
@@ -256,8 +273,7 @@ def _compare_with_eager(packed_model: PackedCausalLM, folder: Path) -> None:
         model.set_experts_implementation(EXPERTS_NAME)
     differences = []
     for rows, logprobs in zip(probes, expected, strict=True):
-        scored = torch.cat([torch.arange(len(row)) > 0 for row in rows])
-        got = packed_model(*pack_rows(rows))[scored]
+        got = packed_model(*pack_rows(rows)).logprobs
         differences.append((got - logprobs).abs().max().item())
     if not any(difference <= _PROBE_TOLERANCE for difference in differences):
         message = (
@@ -291,9 +307,11 @@ def _probe_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tens
 
 def pack_rows(
     rows: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, PackedSequences]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedSequences]:
     """Arguments of `PackedCausalLM.forward` that score every token but the first of each row."""
     lengths = torch.tensor([0, *(len(row) for row in rows)])
+    token_ids = torch.cat(list(rows))
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    layout = PackedSequences.of(lengths.cumsum(0), torch.device("cpu"))
-    return torch.cat(list(rows)), positions, positions.nonzero()[:, 0], layout
+    scored = positions.nonzero()[:, 0]
+    layout = lay_out(lengths.cumsum(0), device=torch.device("cpu"), dtype=torch.float32)
+    return token_ids, positions, scored - 1, token_ids[scored], layout

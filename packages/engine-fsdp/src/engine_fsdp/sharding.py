@@ -1,17 +1,30 @@
 """FSDP2 around the packed model. torch's FSDP is imported on use: it takes seconds to import."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
+import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import get_total_norm
 
+from engine_fsdp.config import Offload
 from engine_fsdp.model import PackedCausalLM
+
+_CLIP_EPS = 1e-6
+"""Added to the norm that clipping divides by; torch's own, so that clipping is torch's to the bit
+(torch 2.13, nn/utils/clip_grad.py)."""
 
 
 def shard(
-    model: PackedCausalLM, *, mesh: DeviceMesh, compute_dtype: torch.dtype, num_shards: int
+    model: PackedCausalLM,
+    *,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    num_shards: int,
+    offload: Offload,
 ) -> Callable[[], None]:
     """Wrap every block and the whole, so that gradients are summed over all ranks of `mesh`.
 
@@ -20,8 +33,10 @@ def shard(
         pass follows: a gathered copy that outlived an optimizer step would be used unchanged.
     """
     from torch.distributed.fsdp import (  # noqa: PLC0415
+        CPUOffloadPolicy,
         FSDPModule,
         MixedPrecisionPolicy,
+        OffloadPolicy,
         fully_shard,
     )
 
@@ -35,6 +50,7 @@ def shard(
             module,
             mesh=mesh,
             mp_policy=policy,
+            offload_policy=CPUOffloadPolicy() if offload == "parameters" else OffloadPolicy(),
             reshard_after_forward=has_shards and module is not model,
         )
         wrapped = cast("FSDPModule", module)  # fully_shard changes the module's class in place
@@ -53,11 +69,30 @@ def shard(
     return reshard
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor over all ranks; a collective for one that is sharded."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+def gradient_norm(parameters: Iterable[Tensor], *, mesh: DeviceMesh) -> Float[Tensor, ""]:
+    """L2 norm of the whole gradient, replicas counted once; float32, the same on every rank.
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    Args:
+        parameters: all that have a gradient, sharded over the last axis of `mesh`.
+        mesh: that `shard` was given. Its devices carry the sum, also if gradients lie elsewhere.
+    """
+    shards = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    square = get_total_norm(shards).float().square().to(mesh.device_type)
+    group = mesh.get_group(mesh.ndim - 1)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor], *, norm: Float[Tensor, ""], max_norm: float
+) -> None:
+    """Scale all gradients in place by ``max_norm / norm``, if the norm is above `max_norm`."""
+    shards = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not shards:
+        return
+    factor = (max_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+    torch._foreach_mul_(shards, factor.to(shards[0].device))  # as torch's own does
 
 
 def local(tensor: Tensor) -> Tensor:

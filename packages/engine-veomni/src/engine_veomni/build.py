@@ -1,7 +1,6 @@
 """Builds VeOmni's model from a Hugging Face folder, sharded, and checks that it was."""
 
 import logging
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Protocol
@@ -9,19 +8,23 @@ from typing import Final, Protocol
 import torch
 
 from engine_veomni.config import VeomniConfig
-from engine_veomni.cpu_backend import EXPERT_KERNEL
 from engine_veomni.hf_layout import check_folder, hugging_face_shapes, stacked_parameters
+from engine_veomni.kernels import ModelKernels, kernel_names
 from engine_veomni.packed_attention import ATTENTION_NAME, register_packed_attention
 from engine_veomni.quiet import quiet
 from engine_veomni.veomni_state import VeomniState
 from parallel_state import ParallelState
 
-MODEL_TYPES: Final = ("qwen3_moe",)
+MODEL_TYPES: Final = ("qwen3", "qwen3_moe")
 """`model_type` of the configurations that this engine trains."""
 
 
 class HuggingFaceConfig(Protocol):
     """What is read of a model's config.json before its weights are."""
+
+    @property
+    def architectures(self) -> list[str] | None:
+        """Names of the model's classes."""
 
     @property
     def model_type(self) -> str:
@@ -99,14 +102,21 @@ def check_model_config(model_config: HuggingFaceConfig, parallel: ParallelState)
             f"got {model_config.model_type!r}; engine-fsdp trains any causal language model"
         )
         raise ValueError(message)
+    if not model_config.architectures:
+        message = (
+            "engine-veomni: config.json names no architectures, by which VeOmni picks the model's "
+            "class; save the model with transformers' save_pretrained, which writes them"
+        )
+        raise ValueError(message)
     for name, wanted in (
         ("hidden_act", "silu"),
         ("attention_dropout", 0.0),
         ("sliding_window", None),
         ("tie_word_embeddings", False),
+        # the balancing loss is no sum over tokens: it would depend on the micro-batches
         ("output_router_logits", False),
     ):
-        value = getattr(model_config, name)
+        value = getattr(model_config, name, wanted)  # a dense model has no router
         if value != wanted:
             message = (
                 f"engine-veomni: expected {name} {wanted!r} in the model's config.json, "
@@ -116,10 +126,9 @@ def check_model_config(model_config: HuggingFaceConfig, parallel: ParallelState)
     if parallel.extra_parallel_sizes["ep"] == 1:
         return
     ep_fsdp_size = parallel.extra_fsdp_size("ep")
-    intermediate_size: int = getattr(model_config, "moe_intermediate_size")  # noqa: B009 - MoE only
     for name, rows in (
         ("hidden_size", model_config.hidden_size),
-        ("2 * moe_intermediate_size", 2 * intermediate_size),
+        ("2 * moe_intermediate_size", 2 * (expert_inner_size(model_config) or 0)),
     ):
         if rows % ep_fsdp_size:
             message = (
@@ -142,18 +151,28 @@ def _num_experts(model_config: HuggingFaceConfig) -> int | None:
     return num_experts if sparse_layers - set(dense_layers) else None
 
 
+def expert_inner_size(model_config: HuggingFaceConfig) -> int | None:
+    """Entries of a token's vector inside an expert, or None if no layer has experts."""
+    if _num_experts(model_config) is None:
+        return None
+    inner: int = getattr(model_config, "moe_intermediate_size")  # noqa: B009 - of a mixture only
+    return inner
+
+
 def build_model(
     config: VeomniConfig,
     model_config: HuggingFaceConfig,
     state: VeomniState,
     *,
     device: torch.device,
-) -> torch.nn.Module:
-    """VeOmni's model with its weights loaded, sharded over the ranks of `state`.
+) -> tuple[torch.nn.Module, ModelKernels]:
+    """VeOmni's model with its weights loaded, sharded over the ranks of `state`, and its kernels.
 
     Raises:
         ValueError: if the folder does not hold exactly this model's weights.
     """
+    # first: the CPU backend has to be there before VeOmni's modules of experts are
+    names = kernel_names(config, device=device, has_experts=_num_experts(model_config) is not None)
     from veomni.arguments.arguments_types import (  # noqa: PLC0415 - loaded only when used
         MixedPrecisionConfig,
         OpsImplementationConfig,
@@ -174,7 +193,7 @@ def build_model(
                     **_eager_ops([field.name for field in fields(OpsImplementationConfig)])
                 ),
             )
-            _bind_expert_kernel(model)
+            kernels = ModelKernels(model, names)
         check_folder(Path(config.model_path), hugging_face_shapes(model))
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -190,13 +209,13 @@ def build_model(
         )
         if device.type == "cpu":
             _let_gloo_sum(sharded, state)
-    return sharded.train()
+    return sharded.train(), kernels
 
 
 def _eager_ops(names: list[str]) -> dict[str, str]:
     """VeOmni's choice of kernels: plain torch everywhere, and this package's attention.
 
-    The experts are bound after the build: VeOmni has no name for them that a CPU could run.
+    Kernels are bound after the build: VeOmni refuses names that it does not know itself.
     """
     choices = {
         name: "eager"
@@ -204,23 +223,6 @@ def _eager_ops(names: list[str]) -> dict[str, str]:
         if name.endswith("_implementation") and name != "qat_implementation"
     }
     return {**choices, "attn_implementation": ATTENTION_NAME}
-
-
-def _bind_expert_kernel(model: torch.nn.Module) -> None:
-    from veomni.ops.dispatch import OpSlot  # noqa: PLC0415
-
-    slots = [
-        value
-        for value in vars(sys.modules[type(model).__module__]).values()
-        if isinstance(value, OpSlot) and value.op_name == "moe_experts"
-    ]
-    if len(slots) != 1:
-        message = (
-            f"engine-veomni: expected one slot for the expert kernel in {type(model).__module__}, "
-            f"got {len(slots)}"
-        )
-        raise RuntimeError(message)
-    slots[0].bind(EXPERT_KERNEL)
 
 
 def _let_gloo_sum(model: torch.nn.Module, state: VeomniState) -> None:

@@ -141,7 +141,9 @@ def _load_moments(
                 name = names[parameter]
                 if f"step.{name}" not in tensors:
                     continue
-                moments = {"step": tensors[f"step.{name}"]}
+                # the fused AdamW counts its steps where the weights are
+                step = tensors[f"step.{name}"].to(local_shard(parameter.detach()).device)
+                moments = {"step": step}
                 for moment in _MOMENTS:
                     moments[moment] = torch.zeros_like(parameter)
                     local_shard(moments[moment]).copy_(tensors[f"{moment}.{name}"])

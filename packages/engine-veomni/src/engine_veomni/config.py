@@ -1,9 +1,29 @@
 """What `VeomniEngine` is configured with; field names as in `engine_fsdp.FsdpConfig`."""
 
+from typing import Any, Literal, get_args
+
 import attrs
 
 from parallel_state import ParallelState
 from rl_contracts import DType, OptimConfig, finite, known_dtype
+
+ExpertKernel = Literal["grouped_mm", "veomni"]
+"""How the experts of a rank are computed; see `VeomniConfig.expert_kernel`."""
+
+RouterReplay = Literal["none", "logprobs"]
+"""Whose experts a token is trained with; see `VeomniConfig.router_replay`."""
+
+
+def _known_replay(_: object, attribute: "attrs.Attribute[Any]", value: str) -> None:
+    if value not in get_args(RouterReplay):
+        hint = ""
+        if value == "rollout":
+            hint = (
+                ": the experts that the sampler used do not reach an engine, since a PackedBatch "
+                "carries none"
+            )
+        message = f"{attribute.name}: expected 'none' or 'logprobs', got {value!r}{hint}"
+        raise ValueError(message)
 
 
 @attrs.frozen(kw_only=True)
@@ -34,6 +54,27 @@ class VeomniConfig:
     activation_checkpointing: bool = False
     """Keep only the input of each block for the backward pass and compute the rest again: less
     memory for about a third more time."""
+
+    expert_kernel: ExpertKernel = attrs.field(
+        default="grouped_mm", validator=attrs.validators.in_(get_args(ExpertKernel))
+    )
+    """``grouped_mm``: torch's grouped products, and tokens sorted by expert once. ``veomni``:
+    VeOmni's own dispatch and products, which are Triton kernels on CUDA and take bfloat16 only.
+    Default: the faster on two H200 (benchmarks/results/veomni_step.json)."""
+
+    router_replay: RouterReplay = attrs.field(default="none", validator=_known_replay)
+    """``logprobs``: `forward_backward` sends each token to the experts that it went to in the last
+    call of `logprobs` (R2 of arXiv:2510.11370), so that the ratio of the two policies is not one
+    between different experts once a step was taken. ``none``: the router's choice of the moment."""
+
+    router_statistics: bool = False
+    """Count in `forward_backward` how the tokens are routed; see `RouterStatistics`. Costs a few
+    small kernels in each layer."""
+
+    export_max_bytes: int = attrs.field(default=256 * 2**20, validator=attrs.validators.ge(2**20))
+    """Memory for weights on their way between ranks during an export, in bytes, beside one whole
+    weight: at most a stack of one layer's experts. At least 1 MiB. Default: a third of
+    the largest stack of 30B-A3B in bfloat16 (768 MiB)."""
 
     parallel: ParallelState = attrs.field(factory=ParallelState)
     """Ranks: `dp_size` in all, `dp_replicate_size` copies of the model, and the experts of a

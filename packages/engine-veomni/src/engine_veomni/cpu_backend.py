@@ -12,26 +12,20 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from engine_veomni.expert_kernel import ExpertStack
+
 GROUPED_PRODUCTS: Final = "veomni.ops.kernels.moe._kernels.kernel.group_gemm"
 """The module that is replaced (upstream: `ops/kernels/moe/_kernels/kernel/group_gemm.py`)."""
 
 EXPERT_KERNEL: Final = "engine_veomni_cpu"
 """Name of the expert kernel in VeOmni's registry."""
-
-
-class ExpertStack(Protocol):
-    """What the kernel reads of VeOmni's module of experts."""
-
-    num_experts: int
-    gate_up_proj: Tensor
-    down_proj: Tensor
 
 
 def group_gemm_same_nk(  # noqa: PLR0917 - VeOmni's signature
@@ -69,7 +63,7 @@ def group_gemm_same_mn(  # noqa: PLR0917 - VeOmni's signature
 
 
 def install() -> None:
-    """Put the grouped products in place and register the expert kernel; twice changes nothing.
+    """Put the grouped products in place; doing it twice changes nothing.
 
     Raises:
         RuntimeError: if VeOmni's own grouped products were imported before.
@@ -89,24 +83,6 @@ def install() -> None:
             group_gemm_same_nk=group_gemm_same_nk, group_gemm_same_mn=group_gemm_same_mn
         )
         sys.modules[GROUPED_PRODUCTS] = replacement
-
-    from veomni.ops.kernel_registry import (  # noqa: PLC0415 - after the replacement
-        KERNEL_REGISTRY,
-        HardwareRequirement,
-        KernelSpec,
-    )
-
-    if EXPERT_KERNEL not in KERNEL_REGISTRY.list_available("moe_experts", "standard"):
-        KERNEL_REGISTRY.register(
-            KernelSpec(
-                name=EXPERT_KERNEL,
-                op_name="moe_experts",
-                variant="standard",
-                factory=lambda: expert_forward,
-                hardware=HardwareRequirement("any"),
-                description="experts in plain torch, with expert parallelism over gloo",
-            )
-        )
 
 
 def expert_forward(

@@ -11,21 +11,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from engine_veomni import checkpoint, cpu_backend
-from engine_veomni.build import ExpertSharding, build_model, check_experts, read_model_config
+from engine_veomni import checkpoint
+from engine_veomni.build import (
+    ExpertSharding,
+    build_model,
+    check_experts,
+    expert_inner_size,
+    read_model_config,
+)
 from engine_veomni.config import VeomniConfig
+from engine_veomni.devices import check_device, check_expert_settings
 from engine_veomni.export import export_weights
 from engine_veomni.hf_layout import stacked_parameters
+from engine_veomni.loss_agreement import AgreedLoss
 from engine_veomni.quiet import quiet
+from engine_veomni.routing import Router, RouterStatistics
 from engine_veomni.token_logprobs import token_logprobs
 from engine_veomni.veomni_state import VeomniState
 from engine_veomni.versions import check_veomni_version
 from parallel_state.collectives import ShardedParameters, clip_grads_, global_grad_norm
 from rl_contracts.batch_checks import check_together
-from rl_contracts.loss_tally import LossTally
 from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
-from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult
+from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult, TokenBatch
 
 
 @final
@@ -40,21 +48,29 @@ class VeomniEngine:
     def __init__(self, config: VeomniConfig, *, device: torch.device) -> None:
         """Build the model and the optimizer; torch.distributed must be initialised.
 
+        Args:
+            config: what to train and how.
+            device: where this rank computes; on CUDA it becomes the process's current device.
+
         Raises:
             ValueError: for a VeOmni that was not tested, a model, a folder or degrees that cannot
-                be trained as configured, or a device other than the CPU.
+                be trained as configured, or a device that this process cannot use.
             RuntimeError: if the experts did not end up where the degrees say.
         """
-        check_veomni_version()
-        if device.type != "cpu":
-            message = f"engine-veomni: expected device cpu, the only one so far, got {device}"
-            raise ValueError(message)
+        self._veomni_version = check_veomni_version()
+        check_device(device, compute_dtype=config.compute_dtype)
         model_config = read_model_config(config)
+        check_expert_settings(
+            config,
+            hidden_size=model_config.hidden_size,
+            inner_size=expert_inner_size(model_config),
+            device=device,
+        )
         with quiet(logging.INFO):
-            cpu_backend.install()
-            _check_device(device)
             self._state = VeomniState(config.parallel, device_type=device.type)
-            self._model = build_model(config, model_config, self._state, device=device)
+            self._model, self._kernels = build_model(
+                config, model_config, self._state, device=device
+            )
             with self._state.entered():
                 self._expert_sharding = check_experts(self._model, config.parallel, self._state)
                 # both before any forward pass: they read the mesh of each parameter
@@ -63,6 +79,10 @@ class VeomniEngine:
         self._config = config
         self._device = device
         self._vocab_size = model_config.vocab_size
+        replays = config.router_replay == "logprobs"
+        self._router: Router | None = None
+        if replays or config.router_statistics:
+            self._router = Router(replays=replays, counts=config.router_statistics)
         self._policy_version = PolicyVersion(0)
         self._has_gradient = False
 
@@ -86,6 +106,21 @@ class VeomniEngine:
         """Where the experts of a layer are, as read from the running model."""
         return self._expert_sharding
 
+    @property
+    def derived(self) -> dict[str, tuple[object, str]]:
+        """What runs without having been set: name to (value, why), for the effective config."""
+        sharding, kernels = self._expert_sharding, self._kernels.names
+        why = "read from the running model"
+        found: dict[str, tuple[object, str]] = {
+            "engine.num_experts": (sharding.num_experts, why),
+            "engine.num_local_experts": (sharding.num_local_experts, why),
+            "engine.ep_size": (sharding.ep_size, "size of this rank's process group"),
+            "engine.veomni": (self._veomni_version, "the installed release"),
+        }
+        for op_name, kernel in kernels.items():
+            found[f"engine.kernel.{op_name}"] = (kernel, "bound in VeOmni's model")
+        return found
+
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
         """Log-probabilities of the given tokens under the present weights, without gradient.
@@ -96,7 +131,13 @@ class VeomniEngine:
         """
         check_together("logprobs", micro_batches, vocab_size=self._vocab_size)
         try:
-            return [self._logprobs(batch.to(self._device)) for batch in micro_batches]
+            if self._router is not None:
+                self._router.forget()
+            found = []
+            for batch in micro_batches:
+                with self._entered(batch, trains=False):
+                    found.append(self._logprobs(batch))
+            return found
         finally:
             self._reshard()
 
@@ -107,35 +148,57 @@ class VeomniEngine:
 
         Raises:
             ValueError: on every rank, if the ranks were given different numbers of micro-batches,
-                one of them is malformed, `loss_fn` returned other metrics for one of them than for
-                another, or a loss without gradient for one that has tokens in its loss mask.
+                one of them is malformed or was not in the last call of `logprobs` whose routes are
+                to be replayed, `loss_fn` returned other metrics for one of them than for another,
+                or a loss without gradient for one that has tokens in its loss mask.
             FloatingPointError: on every rank, if the loss of a micro-batch is not finite; names its
                 trajectories. The gradient is dropped, the weights stay as they are.
+            RuntimeError: if `loss_fn` raised on another rank, with what it said there. On its own
+                rank its own error is raised.
         """
-        tally = LossTally()
+        agreed = AgreedLoss(loss_fn)
         with self._dropping_gradient_on_error():
             check_together("forward_backward", micro_batches, vocab_size=self._vocab_size)
-            for given in micro_batches:
-                batch = given.to(self._device)
-                policy_logprobs = self._logprobs(batch)
-                loss = tally.add(loss_fn(policy_logprobs, batch), batch, policy_logprobs)
-                # FSDP divides by the number of data-parallel ranks, and the contract wants a sum
-                with self._state.entered():
+            if self._router is not None:
+                self._router.start(micro_batches)
+            for batch in micro_batches:
+                with self._entered(batch, trains=True):
+                    policy_logprobs = self._logprobs(batch)
+                    loss = agreed(policy_logprobs, batch.to(self._device))
+                    # FSDP divides by the number of ranks, and the contract wants a sum
                     (loss * self._config.parallel.data_size).backward()
-            totals = tally.sum_over_ranks(policy_version=self._policy_version)
+            totals = agreed.sum_over_ranks(policy_version=self._policy_version)
         self._has_gradient = True
         return totals
+
+    def router_statistics(self) -> RouterStatistics:
+        """How the tokens of the last `forward_backward` were routed; called on all ranks.
+
+        Raises:
+            RuntimeError: if ``config.router_statistics`` is off, or nothing was counted yet.
+        """
+        if self._router is None or not self._config.router_statistics:
+            message = "router_statistics: set router_statistics to true in the VeomniConfig"
+            raise RuntimeError(message)
+        return self._router.statistics()
 
     def optim_step(self) -> StepResult:
         """Clip, step, clear the gradient, and raise the policy version by one.
 
         Raises:
-            RuntimeError: if there is no gradient.
+            RuntimeError: if there is no gradient, or if the schedule has come to an end at a
+                learning rate of 0, where a step would change no weight.
             FloatingPointError: if the gradient is not finite; it is dropped, and the weights stay
                 as they are.
         """
         if not self._has_gradient:
             message = "optim_step: there is no gradient; call forward_backward first"
+            raise RuntimeError(message)
+        if self.learning_rate == 0.0:
+            message = (
+                f"optim_step: the learning rate of step {self._policy_version} is 0, so no weight "
+                "would change; give optim.total_steps or optim.final_learning_rate another value"
+            )
             raise RuntimeError(message)
         norm = global_grad_norm(self._parts, device=self._device)
         grad_norm = norm.item()
@@ -165,6 +228,7 @@ class VeomniEngine:
             self._model,
             self._state,
             dtype=getattr(torch, self._config.resolved_export_dtype),
+            max_bytes=self._config.export_max_bytes,
         )
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -206,8 +270,20 @@ class VeomniEngine:
         )
 
     def _logprobs(self, batch: BatchT) -> Float[Tensor, " tokens"]:
+        return token_logprobs(
+            self._model, batch, device=self._device, temperature=self._config.temperature
+        )
+
+    @contextmanager
+    def _entered(self, batch: TokenBatch, *, trains: bool) -> Iterator[None]:
+        """VeOmni's code sees this engine's parallel state, kernels and router."""
+        self._kernels.bind()
         with self._state.entered():
-            return token_logprobs(self._model, batch, temperature=self._config.temperature)
+            if self._router is None:
+                yield
+            else:
+                with self._router.watching(batch, trains=trains):
+                    yield
 
     @contextmanager
     def _dropping_gradient_on_error(self) -> Iterator[None]:
@@ -237,17 +313,6 @@ class VeomniEngine:
                 module.reshard()
 
 
-def _check_device(device: torch.device) -> None:
-    from veomni.utils.device import get_device_type  # noqa: PLC0415 - loaded only when used
-
-    if (found := get_device_type()) != device.type:
-        message = (
-            f"engine-veomni: VeOmni builds its models on {found!r}, the device that it found; "
-            "hide it to train on the CPU: CUDA_VISIBLE_DEVICES=''"
-        )
-        raise ValueError(message)
-
-
 def _parts(model: torch.nn.Module, state: VeomniState) -> tuple[ShardedParameters, ...]:
     """Parameters by the groups whose ranks hold other pieces of them, beyond their shards."""
     stacks = set(stacked_parameters(model)) if state.ep_group is not None else set()
@@ -272,6 +337,7 @@ def _build_optimizers(
         eps=config.optim.eps,
         weight_decay=config.optim.weight_decay,
         optimizer_type="adamw",
+        fused=True,
     )
     parts = getattr(built, "optimizers_dict", None)
     return (built,) if parts is None else tuple(parts.values())

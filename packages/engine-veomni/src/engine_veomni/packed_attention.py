@@ -4,10 +4,12 @@ Registered under a name of its own, so that transformers builds no `[tokens, tok
 sequence is attended to by itself, and no token can see another sequence.
 """
 
-from typing import Final
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 ATTENTION_NAME: Final = "engine_veomni_packed"
@@ -23,9 +25,48 @@ def packed_attention(
     *,
     scaling: float,
     sequence_lengths: tuple[int, ...],
+    cu_seqlens: Int[Tensor, " sequences_plus_1"],
     **_: object,
 ) -> tuple[Float[Tensor, "1 tokens heads head_dim"], None]:
-    """Attend causally within each of the sequences, whose lengths add up to the row."""
+    """Attend causally within each of the sequences, whose lengths add up to the row.
+
+    torch's kernel for sequences of all lengths at once runs on CUDA in bfloat16; elsewhere there is
+    one call for each sequence.
+    """
+    if query.is_cuda and query.dtype == torch.bfloat16:
+        attended = _attend_at_once(
+            query, key, value, scaling, sequence_lengths=sequence_lengths, cu_seqlens=cu_seqlens
+        )
+    else:
+        attended = _attend_one_by_one(query, key, value, scaling, sequence_lengths)
+    return attended, None
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    *,
+    sequence_lengths: tuple[int, ...],
+    cu_seqlens: Tensor,
+) -> Tensor:
+    from torch.nn.attention import varlen  # noqa: PLC0415 - for CUDA only
+
+    attend: Callable[..., Tensor] = varlen.varlen_attn  # type: ignore[assignment] # without aux
+    longest = max(sequence_lengths)
+    options: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
+    # torch 2.13 wants to be told that several query heads share one of the keys; 2.11 has no word
+    # for it, and its kernel does it unasked
+    if "enable_gqa" in inspect.signature(attend).parameters:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    rows = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
+    return attend(*rows, cu_seqlens, cu_seqlens, longest, longest, **options).unsqueeze(0)
+
+
+def _attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sequence_lengths: tuple[int, ...]
+) -> Tensor:
     lengths = list(sequence_lengths)
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
@@ -37,9 +78,8 @@ def packed_attention(
             value.split(lengths, dim=2),
             strict=True,
         )
-        if part_query.shape[2] > 0
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def register_packed_attention() -> None:

@@ -8,7 +8,7 @@ from rl_contracts.train import TokenBatch
 
 
 def token_logprobs(
-    model: torch.nn.Module, batch: TokenBatch, *, temperature: float
+    model: torch.nn.Module, batch: TokenBatch, *, device: torch.device, temperature: float
 ) -> Float[Tensor, " tokens"]:
     """Log-probability of every token in the loss mask, in nats, 0 elsewhere; float32.
 
@@ -16,19 +16,26 @@ def token_logprobs(
     nobody reads. A batch without any token in its mask still goes through the whole model: other
     ranks may be waiting for this one to route their tokens. So nothing is refused here: the batch
     has been through `rl_contracts.batch_checks`.
+
+    Args:
+        model: VeOmni's, with the loss of `engine_veomni.head`.
+        batch: on the CPU, where its lengths are read without waiting for the device.
+        device: where the model is.
+        temperature: divides the logits.
     """
     lengths: list[int] = batch.cu_seqlens.diff().tolist()
     targets = batch.loss_mask.nonzero().squeeze(-1)
+    labels = batch.token_ids[targets].to(device).unsqueeze(0)
+    targets = targets.to(device)
     output = model(
-        input_ids=batch.token_ids.unsqueeze(0),
-        position_ids=batch.positions.unsqueeze(0),
+        input_ids=batch.token_ids.to(device).unsqueeze(0),
+        position_ids=batch.positions.to(device).unsqueeze(0),
         use_cache=False,
-        logits_to_keep=targets - 1,
+        labels=labels,
+        scored_rows=targets - 1,
+        temperature=temperature,
         sequence_lengths=tuple(lengths),
+        cu_seqlens=batch.cu_seqlens.to(device, torch.int32),
     )
-    logits = output.logits.squeeze(0).float() / temperature
-    logprobs = -torch.nn.functional.cross_entropy(
-        logits, batch.token_ids[targets], reduction="none"
-    )
-    zeros = torch.zeros_like(batch.token_ids, dtype=torch.float32)
-    return zeros.index_put((targets,), logprobs)
+    zeros = torch.zeros(batch.token_ids.shape, dtype=torch.float32, device=device)
+    return zeros.index_put((targets,), output.loss)

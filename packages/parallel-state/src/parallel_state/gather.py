@@ -11,7 +11,6 @@ the chunk there is one whole tensor at a time. Small tensors share a chunk, larg
 
 import itertools
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -19,10 +18,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# torch 2.13 renamed it, and warns of the name that older versions have
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from parallel_state.agreement import all_gather_single
+from parallel_state.shards import Source, read_request, read_sources
 
 _ALIGNMENT = 16
 """Bytes; the largest element (complex128), so that any type may start at a multiple of it."""
@@ -30,40 +28,10 @@ _ALIGNMENT = 16
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Where the shard of one rank lies in the whole tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Source:
-    """One parameter: this rank's shard, and what becomes of all ranks' shards."""
-
-    name: str
-    local: Tensor
-    dtype: torch.dtype
-    device: torch.device
-    shape: tuple[int, ...]
-    groups: tuple[dist.ProcessGroup, ...]
-    """Groups to gather over, in this order; none of size 1."""
-    places: tuple[_Place, ...]
-    """One for each rank that holds another shard, in the order in which the shards arrive."""
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the largest shard; the others are padded to it."""
-        return max(math.prod(place.shape) for place in self.places)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Segment:
     """Elements `start` to `stop` of every rank's shard of a parameter, and where in the chunk."""
 
-    source: _Source
+    source: Source
     start: int
     stop: int
     position: int
@@ -90,11 +58,11 @@ def gather_full(
 
     The extra memory is at most `max_bytes` and one whole tensor, beside what the caller still
     holds: in a loop, ``del`` the tensor before the next one is asked for. The ranks must run the
-    iterator to its end, with the same parameters.
+    iterator to its end: one that stops leaves the others waiting for the timeout of the group.
 
     Args:
         params: names and parameters, as of `Module.named_parameters`; the same ones in the same
-            order on every rank. Only references are kept.
+            order on every rank, which is checked. Only references are kept.
         group: ranks that hold further slices along axis 0, in their order, beyond what the DTensors
             know: the group of `ep` for experts that are plain tensors, or DTensors on `ep_fsdp`.
             The slices may differ in length. None for parameters that are no such slices.
@@ -104,28 +72,22 @@ def gather_full(
         dtype: type that floating-point parameters are cast to before they travel. None: their own.
 
     Raises:
-        TypeError: if `max_bytes` is no int.
-        ValueError: if `max_bytes` is too small for a chunk, a placement is neither `Shard` nor
-            `Replicate`, or the ranks of `group` do not hold slices of the same parameters.
+        TypeError: if an argument has another type, such as a dict where its items belong, or a
+            group that this rank is not in.
+        ValueError: on all ranks that share a group, before anything of the parameters travels: if
+            `max_bytes` is too small for a chunk, a placement is neither `Shard` nor `Replicate`, a
+            shard has another shape than its placement says, or no data, `group` has ranks that a
+            DTensor is sharded over already, or the ranks differ in what they bring.
     """
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
-        message = (
-            f"gather_full: max_bytes: expected an int, got {max_bytes!r} "
-            f"({type(max_bytes).__name__})"
-        )
-        raise TypeError(message)
-    named = list(params)
-    lengths = _slice_lengths(named, group, device)
-    sources = [
-        _source(name, parameter, group=group, lengths=each, device=device, dtype=dtype)
-        for (name, parameter), each in zip(named, lengths, strict=True)
+    request = read_request(params, group, max_bytes, device=device, dtype=dtype)
+    problems = [
+        _budget_problem(request.groups(parameter)[::-1], max_bytes)
+        for _, parameter in request.named
     ]
-    for source in sources:
-        _chunk_bytes(source.groups, max_bytes)  # refuses before anything travels
-    return _gather(sources, max_bytes)
+    return _gather(read_sources(request, problems), max_bytes)
 
 
-def _gather(sources: Sequence[_Source], max_bytes: int) -> Iterator[tuple[str, Tensor]]:
+def _gather(sources: Sequence[Source], max_bytes: int) -> Iterator[tuple[str, Tensor]]:
     for (groups, device), run in itertools.groupby(sources, lambda s: (s.groups, s.device)):
         if groups:
             chunk_bytes = _chunk_bytes(groups, max_bytes)
@@ -192,9 +154,10 @@ def _all_gather(packed: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     row_bytes = packed.numel()
     for group in groups:
         received = packed.new_empty(dist.get_world_size(group) * packed.numel())
-        _all_gather_single(received, packed, group=group)
+        if row_bytes:  # nothing travels for tensors without elements
+            all_gather_single(received, packed, group=group)
         packed = received
-    return packed.view(-1, row_bytes)
+    return packed.view(math.prod(map(dist.get_world_size, groups)), row_bytes)
 
 
 def _pieces(tensor: Tensor, start: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -220,7 +183,7 @@ def _pieces(tensor: Tensor, start: int, flat: Tensor) -> Iterator[tuple[Tensor, 
         done += length
 
 
-def _chunks(sources: Iterable[_Source], chunk_bytes: int) -> Iterator[list[_Segment]]:
+def _chunks(sources: Iterable[Source], chunk_bytes: int) -> Iterator[list[_Segment]]:
     segments: list[_Segment] = []
     position = 0
     for source in sources:
@@ -243,126 +206,23 @@ def _aligned(num_bytes: int) -> int:
 
 def _chunk_bytes(groups: Sequence[dist.ProcessGroup], max_bytes: int) -> int:
     """Bytes of this rank's part of a chunk, so that all that is in memory at once fits."""
+    return max_bytes // _parts(groups) // _ALIGNMENT * _ALIGNMENT
+
+
+def _parts(groups: Sequence[dist.ProcessGroup]) -> int:
+    """How often a rank's part of a chunk is in memory at once."""
     sizes = [dist.get_world_size(group) for group in groups]
     # The last hop is the largest: what it sends, what it receives, and what gloo receives into
     # (ProcessGroupGloo's all-gather fills one flat tensor of its own and copies it out).
-    parts = math.prod(sizes[:-1]) + 2 * math.prod(sizes)
-    chunk_bytes = max_bytes // parts // _ALIGNMENT * _ALIGNMENT
-    if not chunk_bytes:
-        message = (
-            f"gather_full: max_bytes: expected at least {_ALIGNMENT * parts} for groups of "
-            f"{' * '.join(map(str, sizes)) or 1} ranks, got {max_bytes}"
-        )
-        raise ValueError(message)
-    return chunk_bytes
+    return math.prod(sizes[:-1]) + 2 * math.prod(sizes)
 
 
-def _slice_lengths(
-    named: Sequence[tuple[str, Tensor]],
-    group: dist.ProcessGroup | None,
-    device: torch.device | None,
-) -> list[list[int]]:
-    """Length along axis 0 of each parameter on each rank of `group`; nothing without such ranks.
-
-    Raises:
-        ValueError: if the ranks differ in more than that.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return [[] for _ in named]
-    for name, parameter in named:
-        if not parameter.ndim:
-            message = f"gather_full: {name}: expected slices along axis 0, got a scalar"
-            raise ValueError(message)
-    if device is None:
-        device = named[0][1].device if named else torch.device("cpu")
-    described = [(name, str(p.dtype), p.shape[1:], _placements(p)) for name, p in named]
-    # A digest that is the same in every process, unlike the hash of a string.
-    digest = zlib.crc32(repr(described).encode())
-    everyone = _exchanged([len(named), digest], group, device)
-    if any(other != everyone[0] for other in everyone):
-        message = (
-            "gather_full: expected the same parameters on every rank of the group, apart from "
-            "their length along axis 0, got "
-            + ", ".join(f"{count} (digest {found:08x})" for count, found in everyone)
-        )
-        raise ValueError(message)
-    lengths = _exchanged([parameter.shape[0] for _, parameter in named], group, device)
-    return [list(each) for each in zip(*lengths, strict=True)]
-
-
-def _exchanged(
-    values: Sequence[int], group: dist.ProcessGroup, device: torch.device
-) -> list[list[int]]:
-    own = torch.tensor(values, dtype=torch.int64, device=device)
-    everyone = own.new_empty(dist.get_world_size(group) * own.numel())
-    _all_gather_single(everyone, own, group=group)
-    rows: list[list[int]] = everyone.view(-1, own.numel()).tolist()
-    return rows
-
-
-def _placements(parameter: Tensor) -> str:
-    return str(parameter.placements) if isinstance(parameter, DTensor) else ""
-
-
-def _source(
-    name: str,
-    parameter: Tensor,
-    *,
-    group: dist.ProcessGroup | None,
-    lengths: Sequence[int],
-    device: torch.device | None,
-    dtype: torch.dtype | None,
-) -> _Source:
-    local = parameter.detach()
-    shape = tuple(parameter.shape)
-    groups: list[dist.ProcessGroup] = []
-    places = [_Place(offset=(0,) * len(shape), shape=shape)]
-    # From the outside in: each step splits every place of the step before.
-    if group is not None and lengths:
-        groups.append(group)
-        starts = itertools.accumulate(lengths, initial=0)
-        places = [
-            _Place(offset=(start, *(0,) * (len(shape) - 1)), shape=(length, *shape[1:]))
-            for start, length in zip(starts, lengths, strict=False)  # the last start is the end
-        ]
-        shape = (sum(lengths), *shape[1:])
-    if isinstance(local, DTensor):
-        mesh, placements = local.device_mesh, local.placements
-        local = local.to_local()
-        for mesh_axis, placement in enumerate(placements):
-            if isinstance(placement, Replicate) or mesh.size(mesh_axis) == 1:
-                continue
-            if type(placement) is not Shard:  # a subclass of it may mean another order
-                message = (
-                    f"gather_full: {name}: expected placements that are Shard or Replicate, "
-                    f"got {placements}; redistribute the tensor first"
-                )
-                raise ValueError(message)
-            groups.append(mesh.get_group(mesh_axis))
-            places = [
-                part
-                for place in places
-                for part in _split(place, placement.dim, mesh.size(mesh_axis))
-            ]
-    return _Source(
-        name=name,
-        local=local,
-        dtype=dtype if dtype is not None and local.is_floating_point() else local.dtype,
-        device=local.device if device is None else device,
-        shape=shape,
-        # From the inside out, so that the ranks of the innermost are neighbours among the rows.
-        groups=tuple(reversed(groups)),
-        places=tuple(places),
+def _budget_problem(groups: Sequence[dist.ProcessGroup], max_bytes: int) -> str | None:
+    """Why a budget is too small, if it is."""
+    if _chunk_bytes(groups, max_bytes) > 0:
+        return None
+    sizes = " * ".join(str(dist.get_world_size(group)) for group in groups) or "1"
+    return (
+        f"gather_full: max_bytes: expected at least {_ALIGNMENT * _parts(groups)} for groups of "
+        f"{sizes} ranks, got {max_bytes}"
     )
-
-
-def _split(place: _Place, axis: int, num_parts: int) -> Iterator[_Place]:
-    """The shards of one tensor as `Shard` cuts them: equal ones, then a shorter one, then none."""
-    length = place.shape[axis]
-    part = -(-length // num_parts)
-    for index in range(num_parts):
-        start = min(index * part, length)
-        offset, shape = list(place.offset), list(place.shape)
-        offset[axis] += start
-        shape[axis] = min(part, length - start)
-        yield _Place(offset=tuple(offset), shape=tuple(shape))

@@ -7,12 +7,13 @@
 | `data` | dp_replicate, dp_shard and ulysses: their tokens together are the batch |
 | an extra axis such as `ep` | that axis alone, within one `fsdp` group |
 | its complement such as `ep_fsdp` | the rest of that `fsdp` group |
+
+The parts of an axis are neighbours in the grid, so the ranks of a group are evenly spaced: an axis
+is a size and the step between two ranks of a group.
 """
 
-from parallel_state.sizes import AxisT, unknown_axis
+from parallel_state.sizes import AxisT, check_int, unknown_axis
 from parallel_state.state import DENSE_AXES, FLAT_AXES, ParallelState
-
-_FLAT = {"fsdp": ("dp_shard", "ulysses"), "data": ("dp_replicate", "dp_shard", "ulysses")}
 
 
 def axis_names(state: ParallelState[AxisT]) -> tuple[str, ...]:
@@ -25,24 +26,14 @@ def rank_coordinates(state: ParallelState[AxisT], rank: int) -> dict[str, int]:
     """Index of `rank` on every axis of `axis_names`.
 
     Raises:
+        TypeError: if `rank` is no int.
         ValueError: if `state` has no such rank.
     """
+    check_int("rank_coordinates: rank", rank)
     if not 0 <= rank < state.world_size:
         message = f"rank {rank} is outside of a world of {state.world_size} ranks"
         raise ValueError(message)
-    sizes = state.dense_sizes
-    coordinates: dict[str, int] = {}
-    rest = rank
-    for name in reversed(DENSE_AXES):
-        rest, coordinates[name] = divmod(rest, sizes[name])
-    for name, parts in _FLAT.items():
-        index = 0
-        for part in parts:
-            index = index * sizes[part] + coordinates[part]
-        coordinates[name] = index
-    for axis, size in state.extra_parallel_sizes.items():
-        coordinates[f"{axis}_fsdp"], coordinates[axis] = divmod(coordinates["fsdp"], size)
-    return {name: coordinates[name] for name in axis_names(state)}
+    return {name: rank // step % size for name, (size, step) in _sizes_and_steps(state).items()}
 
 
 def axis_groups(state: ParallelState[AxisT], name: str) -> tuple[tuple[int, ...], ...]:
@@ -54,16 +45,25 @@ def axis_groups(state: ParallelState[AxisT], name: str) -> tuple[tuple[int, ...]
     names = axis_names(state)
     if name not in names:
         raise unknown_axis(name, names, where="this ParallelState")
-    # What two ranks of one group have in common: everything that the axis is not made of.
-    if name in DENSE_AXES or name in FLAT_AXES:
-        parts = _FLAT.get(name, (name,))
-        common = [dense for dense in DENSE_AXES if dense not in parts]
-    else:
-        complement = {str(axis): f"{axis}_fsdp" for axis in state.extra_parallel_sizes}
-        complement |= {twin: axis for axis, twin in complement.items()}
-        common = ["pipeline", "dp_replicate", "tensor", complement[name]]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(state.world_size):
-        coordinates = rank_coordinates(state, rank)
-        groups.setdefault(tuple(coordinates[key] for key in common), []).append(rank)
-    return tuple(tuple(ranks) for ranks in groups.values())
+    size, step = _sizes_and_steps(state)[name]
+    span = size * step
+    return tuple(
+        tuple(range(first, first + span, step))
+        for block in range(0, state.world_size, span)
+        for first in range(block, block + step)
+    )
+
+
+def _sizes_and_steps(state: ParallelState[AxisT]) -> dict[str, tuple[int, int]]:
+    """Size of every axis of `axis_names`, and the step between the ranks of its groups."""
+    found: dict[str, tuple[int, int]] = {}
+    step = 1
+    for name, size in reversed(state.dense_sizes.items()):
+        found[name] = size, step
+        step *= size
+    found["fsdp"] = state.fsdp_size, state.tensor_size
+    found["data"] = state.data_size, state.tensor_size
+    for axis, size in state.extra_parallel_sizes.items():
+        found[str(axis)] = size, state.tensor_size
+        found[f"{axis}_fsdp"] = state.extra_fsdp_size(axis), state.tensor_size * size
+    return {name: found[name] for name in axis_names(state)}

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallel_state.agreement import by_rank, gathered_texts
 from parallel_state.layout import axis_names
 from parallel_state.sizes import AxisT, unknown_axis
 from parallel_state.state import ParallelState
@@ -74,18 +76,27 @@ class Meshes(Generic[AxisT]):
 def build_meshes(state: ParallelState[AxisT], device_type: str) -> Meshes[AxisT]:
     """Build every mesh of `state` on devices of type `device_type`: "cuda", "npu" or "cpu".
 
-    The groups are those of `parallel_state.axis_groups`.
+    The groups are those of `parallel_state.axis_groups`. On accelerators choose this process's
+    device first, as with `torch.cuda.set_device`.
 
     Raises:
-        RuntimeError: if there is no process group yet.
-        ValueError: if the process group's world is not the state's; the message has both numbers.
+        TypeError: if `state` is no `ParallelState`.
+        RuntimeError: if there is no process group yet, or no device of that type.
+        ValueError: if the process group's world is not the state's, the ranks differ in their
+            state, or the process group has no backend for the device type; the message has what
+            was asked for and what there is.
     """
+    if not isinstance(state, ParallelState):
+        message = f"build_meshes: expected a ParallelState, got {state!r} ({type(state).__name__})"
+        raise TypeError(message)
     if not dist.is_initialized():
         message = (
             "build_meshes: there is no process group yet; "
             "call torch.distributed.init_process_group first"
         )
         raise RuntimeError(message)
+    _check_device_type(device_type)
+    _check_agreement(state, device_type)
     state.check_world(dist.get_world_size())
     # One root for each way of cutting the world: what FSDP2 combines (dp_replicate, fsdp, tensor)
     # shares a root, and no mesh is flattened, for which torch has private names only.
@@ -116,6 +127,33 @@ def build_meshes(state: ParallelState[AxisT], device_type: str) -> Meshes[AxisT]
         extra=MappingProxyType(extra),
         axes=MappingProxyType({name: axes[name] for name in axis_names(state)}),
     )
+
+
+def _check_device_type(device_type: str) -> None:
+    # Such as "cpu:gloo,cuda:nccl"
+    config = dist.get_backend_config()
+    known = [part.partition(":")[0] for part in config.split(",")]
+    if device_type not in known:
+        message = (
+            f"build_meshes: device_type: expected one that the process group has a backend for, "
+            f"{' or '.join(known)} (it was initialised with {config}), got {device_type!r}"
+        )
+        raise ValueError(message)
+    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
+        message = f"build_meshes: there is no device of the type {device_type!r} in this process"
+        raise RuntimeError(message)
+
+
+def _check_agreement(state: ParallelState[AxisT], device_type: str) -> None:
+    """Refuse, on all ranks, states that differ: their meshes would be silently different."""
+    # A mesh for all ranks chooses the device of a process that has not, as any first mesh does.
+    world = _root(device_type, {"world": dist.get_world_size()}).get_group()
+    texts = gathered_texts(repr(state), world, torch.device(device_type))
+    if len(set(texts)) > 1:
+        message = (
+            f"build_meshes: expected an equal state on every rank, got {by_rank(texts, world)}"
+        )
+        raise ValueError(message)
 
 
 def _root(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:

@@ -10,6 +10,9 @@ from parallel_state.state import ParallelState
 _WIDTH = 100
 """Columns of a line; the table of ranks may be wider."""
 
+MOST_RANKS = 2**17
+"""Ranks of the largest picture, which has a line for each: 131,072."""
+
 _SHORTEST_RANGE = 3
 """Fewer ranks than this are written out."""
 
@@ -20,7 +23,16 @@ def layout_picture(state: ParallelState[AxisT]) -> str:
     Axes of size 1 are left out: on them every rank is alone. The ranks of a group are evenly
     spaced: from three on they are written `first-last`, and `first-last:step` for other steps
     than 1.
+
+    Raises:
+        ValueError: for a world of more than `MOST_RANKS` ranks.
     """
+    if state.world_size > MOST_RANKS:
+        message = (
+            f"a picture has a line for each rank, at most {MOST_RANKS} of them, got a world of "
+            f"{state.world_size}; rank_coordinates says where one rank sits"
+        )
+        raise ValueError(message)
     groups = {name: axis_groups(state, name) for name in axis_names(state)}
     groups = {name: found for name, found in groups.items() if len(found[0]) > 1}
     lines = [_title(state)]

@@ -32,14 +32,19 @@ def unknown_axis(axis: object, known: tuple[str, ...], *, where: str) -> Unknown
     return UnknownAxisError(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuse what counts no ranks, heads or experts: anything but an int of at least 1.
+def check_int(name: str, value: object, *, expected: str = "an int") -> None:
+    """Refuse anything but an int.
 
     A bool is no int here: `True` in a configuration means a switch, not one rank.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        message = f"{name}: expected an int of at least 1, got {value!r} ({type(value).__name__})"
+        message = f"{name}: expected {expected}, got {value!r} ({type(value).__name__})"
         raise TypeError(message)
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuse what counts no ranks, heads or experts: anything but an int of at least 1."""
+    check_int(name, value, expected="an int of at least 1")
     if value < 1:
         message = f"{name}: expected an int of at least 1, got {value}"
         raise ValueError(message)
@@ -126,7 +131,8 @@ class ExtraParallelSizes(Mapping[AxisT, int], Generic[AxisT]):
 
 def _checked(sizes: object) -> dict[str, int]:
     if isinstance(sizes, tuple | list):
-        hint = f"{{'ep': {sizes[0]!r}}}" if len(sizes) == 1 else "{'ep': 8, 'emb': 2}"
+        is_one_size = len(sizes) == 1 and isinstance(sizes[0], int)
+        hint = f"{{'ep': {sizes[0]!r}}}" if is_one_size else "{'ep': 8, 'emb': 2}"
         message = (
             f"ExtraParallelSizes: expected a mapping from axis names to sizes, got the "
             f"{type(sizes).__name__} {sizes!r}, which does not say which axis a size belongs to; "
@@ -160,5 +166,6 @@ def _checked(sizes: object) -> dict[str, int]:
             )
             raise ValueError(message)
         check_count(f"ExtraParallelSizes[{axis!r}]", size)
-        checked[axis] = size
+        # Plain values: an enum of strings or ints would show in logs and travel in pickles.
+        checked[str.__str__(axis)] = int(size)
     return checked

@@ -10,7 +10,8 @@ dp_shard x ulysses; an extra axis such as `ep` splits those same ranks into `ep_
 `init_parallel_state`) and, without the extra axes, of torchtitan.
 """
 
-from math import prod
+import bisect
+import math
 from typing import Any, Generic, Literal, cast, final, overload
 
 import attrs
@@ -23,8 +24,14 @@ DENSE_AXES = ("pipeline", "dp_replicate", "dp_shard", "ulysses", "tensor")
 FLAT_AXES = ("fsdp", "data")
 """Names for several of these axes taken as one: see `parallel_state.layout`."""
 
+_MOST_TRIED = 2**32
+"""Larger numbers are not taken apart for a message, which would take seconds."""
 
-def _is_degree(_: object, attribute: "attrs.Attribute[Any]", value: object) -> None:
+_MOST_LISTED = 16
+"""Divisors in a message; 4096 has 13."""
+
+
+def _is_degree(_: object, attribute: "attrs.Attribute[Any]", value: int) -> None:
     check_count(f"ParallelState.{attribute.name}", value)
 
 
@@ -49,14 +56,24 @@ def _ep_off() -> ExtraParallelSizes[Any]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All numbers that divide `number`, in rising order."""
-    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
+    """All numbers that divide `number`, in rising order; `number` is at most `_MOST_TRIED`."""
+    low = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return tuple(sorted({*low, *(number // candidate for candidate in low)}))
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+def _usable(number: int, wanted: int) -> str:
+    """What may stand in place of `wanted`, which does not divide `number`; ends a message."""
+    if number > _MOST_TRIED:
+        return f"use a divisor of {number}"
+    found = divisors(number)
+    # The nearest ones, where there are many.
+    middle = bisect.bisect(found, wanted)
+    first = max(0, min(middle - _MOST_LISTED // 2, len(found) - _MOST_LISTED))
+    near = found[first : first + _MOST_LISTED]
+    if len(near) == 1:
+        return f"use {near[0]}"
+    such_as = "such as " if len(near) < len(found) else ""
+    return f"use {such_as}{', '.join(map(str, near[:-1]))} or {near[-1]}"
 
 
 @final
@@ -98,7 +115,7 @@ class ParallelState(Generic[AxisT]):
         if self.dp_size % self.dp_replicate_size:
             message = (
                 f"dp_replicate_size {self.dp_replicate_size} must divide dp_size {self.dp_size}; "
-                f"use {_listed(divisors(self.dp_size))}"
+                f"{_usable(self.dp_size, self.dp_replicate_size)}"
             )
             raise ValueError(message)
         taken = {*DENSE_AXES, *FLAT_AXES}
@@ -115,7 +132,7 @@ class ParallelState(Generic[AxisT]):
                 message = (
                     f"extra_parallel_sizes[{axis!r}] = {size} must divide "
                     f"dp_shard_size * ulysses_size = {self.dp_shard_size} * {self.ulysses_size} "
-                    f"= {self.fsdp_size}; use {_listed(divisors(self.fsdp_size))}"
+                    f"= {self.fsdp_size}; {_usable(self.fsdp_size, size)}"
                 )
                 raise ValueError(message)
 
@@ -204,7 +221,7 @@ class ParallelState(Generic[AxisT]):
     @property
     def world_size(self) -> int:
         """Ranks of the whole run."""
-        return prod(self.dense_sizes.values())
+        return math.prod(self.dense_sizes.values())
 
     @property
     def dense_sizes(self) -> dict[str, int]:
@@ -229,13 +246,16 @@ class ParallelState(Generic[AxisT]):
         """Refuse a world that these degrees do not fill exactly.
 
         Raises:
-            ValueError: with both numbers.
+            TypeError: for a number that is no int.
+            ValueError: for another number, with both.
         """
+        check_count("check_world: world_size", world_size)
         if world_size != self.world_size:
             factors = " * ".join(f"{name} {size}" for name, size in self.dense_sizes.items())
             message = (
                 f"this ParallelState needs {self.world_size} ranks ({factors}), "
-                f"got a world of {world_size}; ParallelState.for_world({world_size}) fills it"
+                f"got a world of {world_size}; ParallelState.for_world({world_size}, ...) derives "
+                "dp_size from the world"
             )
             raise ValueError(message)
 
@@ -285,6 +305,6 @@ class ParallelState(Generic[AxisT]):
         if num_experts % ep_size:
             message = (
                 f"extra_parallel_sizes['ep'] = {ep_size} must divide the {num_experts} experts; "
-                f"use {_listed(divisors(num_experts))}"
+                f"{_usable(num_experts, ep_size)}"
             )
             raise ValueError(message)

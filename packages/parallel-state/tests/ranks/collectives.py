@@ -1,5 +1,8 @@
 """What each gloo rank gets from the collectives."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -193,3 +196,61 @@ def pending_sum() -> object:
     except ValueError as error:
         return str(error)
     return None
+
+
+def sums_refused() -> object:
+    """What does not add up, each of it brought to both ranks at once."""
+    meshes, is_second = build_meshes(ParallelState(dp_size=2), "cpu"), dist.get_rank() == 1
+    data = meshes.group("data")
+    whole: Any = None  # all ranks, for torch
+    sharded = distribute_tensor(torch.ones(2), meshes.fsdp, [Shard(0)])
+    calls: dict[str, Callable[[], Tensor]] = {
+        "shape": lambda: global_sum(torch.ones(2 + dist.get_rank()), group=data),
+        "type": lambda: global_sum(torch.tensor(1.5 if is_second else 1), group=data),
+        "no group": lambda: global_sum(torch.tensor(1), group=whole),
+        "complex": lambda: global_sum(torch.tensor(1j), group=data),
+        "sharded": lambda: global_sum(sharded, group=data),
+    }
+    return {name: _said(call) for name, call in calls.items()}
+
+
+def sum_of_another_memory_order() -> object:
+    """Rank 1 holds the columns of the same 2 x 3 numbers one after the other."""
+    meshes = build_meshes(ParallelState(dp_size=2), "cpu")
+    numbers = torch.arange(6.0).view(2, 3)
+    if dist.get_rank() == 1:
+        numbers = numbers.t().contiguous().t()
+    return global_sum(numbers, group=meshes.group("data")).tolist()
+
+
+def _said(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def norms_refused() -> object:
+    """What would count a piece twice, or not at all."""
+    meshes = build_meshes(ParallelState(dp_size=2), "cpu")
+    shard = _placed([3.0, 4.0], meshes.fsdp, replicated=False)
+    data = ShardedParameters(parameters=[shard], groups=[meshes.group("data")])
+    sparse = torch.nn.Embedding(4, 2, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    return {
+        "over one axis twice": _said(lambda: global_grad_norm([data], device=CPU)),
+        "sparse": _said(
+            lambda: global_grad_norm([ShardedParameters(parameters=[sparse.weight])], device=CPU)
+        ),
+    }
+
+
+def wide_gradients() -> object:
+    """Norm 5 in float64 and in complex64."""
+    wide = _with_grad(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    pair = _with_grad(torch.tensor([3 + 4j], dtype=torch.complex64))
+    return [
+        global_grad_norm([ShardedParameters(parameters=[each])], device=CPU).item()
+        for each in (wide, pair)
+    ]

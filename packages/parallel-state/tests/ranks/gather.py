@@ -2,8 +2,9 @@
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,30 +184,81 @@ def experts_of_replicas() -> object:
     return _check({"up": placed}, expected, meshes.group("ep"), 160)
 
 
+def without_elements() -> object:
+    """Nothing but tensors of no elements, so that no byte travels."""
+    mesh = build_meshes(ParallelState(dp_size=dist.get_world_size()), "cpu").fsdp
+    expected = {"no columns": torch.empty(3, 0), "no rows": torch.empty(0, 3)}
+    params = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in expected.items()}
+    return [tuple(each.shape) for _, each in gather_full(params.items(), None, MIB)]
+
+
+def _said(call: Callable[[], object]) -> str | None:
+    """The error of a call that has to refuse."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def refused() -> object:
-    """What each mistake says, on rank 0."""
+    """What each mistake that all ranks make says."""
     meshes = build_meshes(
         ParallelState(dp_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=2)), "cpu"
     )
-    ep, ones = meshes.group("ep"), torch.ones(2)
-    by_rank = {f"expert {dist.get_rank()}": ones}
-    calls: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]] = {
-        "small": lambda: gather_full({"w": ones}.items(), ep, 79),
-        "bool": lambda: gather_full({"w": ones}.items(), ep, max_bytes=True),
-        "names": lambda: gather_full(by_rank.items(), ep, MIB),
-        "counts": lambda: gather_full([("w", ones)] * (1 + dist.get_rank()), ep, MIB),
-        "scalar": lambda: gather_full({"w": torch.tensor(1.0)}.items(), ep, MIB),
-        "partial": lambda: gather_full(
-            {"w": DTensor.from_local(ones, meshes.fsdp, [Partial()])}.items(), None, MIB
-        ),
+    ep, fsdp, ones = meshes.group("ep"), meshes.fsdp, torch.ones(2)
+    shard = distribute_tensor(torch.ones(4), fsdp, [Shard(0)])
+    # 5 rows over 2 ranks are 3 and 2, here they lie as 2 and 3
+    lie = torch.ones(2 + dist.get_rank())
+    lying = DTensor.from_local(lie, fsdp, [Shard(0)], shape=torch.Size((5,)), stride=(1,))
+    meta = DTensor.from_local(torch.empty(2, device="meta"), fsdp, [Shard(0)])
+    partial = DTensor.from_local(ones, fsdp, [Partial()])
+    items: Any = {"w": ones}  # not its items()
+    calls: dict[str, Callable[[], object]] = {
+        "small": lambda: gather_full([("w", ones)], ep, 79),
+        "negative": lambda: gather_full([("w", ones)], None, -5),
+        "bool": lambda: gather_full([("w", ones)], ep, max_bytes=True),
+        "scalar": lambda: gather_full([("w", torch.tensor(1.0))], ep, MIB),
+        "partial": lambda: gather_full([("w", partial)], None, MIB),
+        "lying": lambda: gather_full([("w", lying)], None, MIB),
+        "meta": lambda: gather_full([("w", meta)], None, MIB),
+        "sparse": lambda: gather_full([("w", torch.eye(2).to_sparse())], ep, MIB),
+        "twice": lambda: gather_full([("w", shard)], meshes.group("data"), MIB),
+        "dict": lambda: gather_full(items, None, MIB),
+        "tensors": lambda: gather_full(torch.ones(2, 2), None, MIB),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            said[name] = str(error)
-    return said
+    return {name: _said(call) for name, call in calls.items()}
+
+
+def disagreements() -> object:
+    """What the ranks say, each of them, where they bring different things."""
+    is_second = dist.get_rank() == 1
+    meshes = build_meshes(
+        ParallelState(dp_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=2)), "cpu"
+    )
+    ep, fsdp, ones = meshes.group("ep"), meshes.fsdp, torch.ones(2)
+    a, b = (("a", distribute_tensor(torch.ones(4), fsdp, [Shard(0)])), ("b", ones))
+    c = ("c", distribute_tensor(torch.zeros(4), fsdp, [Shard(0)]))
+    partial = ("a", DTensor.from_local(ones, fsdp, [Partial()]))
+    calls: dict[str, Callable[[], object]] = {
+        "names": lambda: gather_full([(f"expert {dist.get_rank()}", ones)], ep, MIB),
+        "counts": lambda: gather_full([("w", ones)] * (1 + dist.get_rank()), ep, MIB),
+        "order": lambda: gather_full([c, b, a] if is_second else [a, b, c], None, MIB),
+        "missing": lambda: gather_full([a] if is_second else [a, c], None, MIB),
+        "budget": lambda: gather_full([a], None, 160 if is_second else 1600),
+        "too small for one": lambda: gather_full([a], None, 79 if is_second else 1600),
+        "dtype": lambda: gather_full([a], None, MIB, dtype=torch.half if is_second else None),
+        "one refuses": lambda: gather_full([partial if is_second else a], None, MIB),
+    }
+    said = {name: _said(call) for name, call in calls.items()}
+    # and the groups still work
+    return {**said, "after": [each.tolist() for _, each in gather_full([a], None, MIB)]}
+
+
+def outside_of_the_group() -> object:
+    """A group of rank 0 alone, used on both."""
+    group = dist.new_group([0])
+    return _said(lambda: list(gather_full([("w", torch.ones(2))], group, MIB)))
 
 
 def _resident(key: str) -> int:

@@ -73,6 +73,27 @@ def wrong_world() -> object:
     return None
 
 
+def disagreement() -> object:
+    """Two ranks that were configured differently, each of them for a world of two."""
+    state = ParallelState(ulysses_size=2) if dist.get_rank() else ParallelState(dp_size=2)
+    try:
+        build_meshes(state, "cpu")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def device_types() -> object:
+    """What is no device type of the process group, or of this machine."""
+    said = []
+    for device_type in ("gpu", "cpu:0", "cuda"):
+        try:
+            build_meshes(ParallelState(dp_size=2), device_type)
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 def unknown_axis() -> object:
     """A misspelt group."""
     try:

@@ -151,5 +151,5 @@ _MEMORY_BYTES = 4 * 2**30
 
 
 def _end_pool(pool: "ProcessPool") -> None:
-    pool.stop()
+    pool.stop()  # type: ignore[no-untyped-call]
     pool.join(timeout=5)

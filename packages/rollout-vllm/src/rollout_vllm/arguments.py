@@ -10,7 +10,9 @@ from types import MappingProxyType
 
 import attrs
 
-TRANSFER_BACKEND = "rollout_shared_memory"
+from rollout_vllm.device_rules import Device
+
+TRANSFER_BACKEND = "rollout_vllm"
 """Name under which vLLM knows our weight-transfer engine."""
 
 WORKER_EXTENSION = "rollout_vllm.engine_core.WorkerExtension"
@@ -38,17 +40,11 @@ FIXED_ARGUMENTS: Mapping[str, EffectiveArgument] = MappingProxyType(
         "skip_tokenizer_init": EffectiveArgument(
             value=True, origin="fixed: token ids in, token ids out"
         ),
-        "load_format": EffectiveArgument(
-            value="safetensors", origin="fixed: pickled weights can run code"
-        ),
-        "distributed_executor_backend": EffectiveArgument(
-            value="uni", origin="fixed: one worker lives in the engine's process"
-        ),
         "worker_extension_cls": EffectiveArgument(
             value=WORKER_EXTENSION, origin="fixed: brings the receiving half of weight transfer"
         ),
         "weight_transfer_config": EffectiveArgument(
-            value={"backend": TRANSFER_BACKEND}, origin="fixed: weights come by shared memory"
+            value={"backend": TRANSFER_BACKEND}, origin="fixed: weights come by our transports"
         ),
         "disable_log_stats": EffectiveArgument(
             value=True, origin="fixed: metrics are the training loop's"
@@ -63,7 +59,9 @@ _OWNED: Mapping[str, str] = MappingProxyType(
         "dtype": "use VllmConfig.dtype",
         "max_model_len": "use VllmConfig.max_model_len",
         "max_num_seqs": "use VllmConfig.max_num_seqs",
+        "max_num_batched_tokens": "use VllmConfig.max_num_batched_tokens",
         "tensor_parallel_size": "use VllmConfig.tensor_parallel_size",
+        "data_parallel_size": "use VllmConfig.data_parallel_size",
         # verl#6066: the flag was accepted, and then overwritten by the size
         "enable_expert_parallel": (
             "use VllmConfig.expert_parallel_size: a size above 1 implies enable_expert_parallel"
@@ -73,10 +71,15 @@ _OWNED: Mapping[str, str] = MappingProxyType(
         "enable_prefix_caching": "use VllmConfig.enable_prefix_caching",
         "enable_chunked_prefill": "use VllmConfig.enable_chunked_prefill",
         "enforce_eager": "use VllmConfig.enforce_eager",
+        "attention_backend": "use VllmConfig.attention_backend",
+        "enable_sleep_mode": "use VllmConfig.enable_sleep",
+        "enable_return_routed_experts": "use VllmConfig.return_routed_experts",
+        "load_format": "use VllmConfig.load_format (pickled weights can run code)",
         "seed": "use VllmConfig.seed",
         "trust_remote_code": "use VllmConfig.trust_remote_code",
         **{name: f"it is {fixed.origin}" for name, fixed in FIXED_ARGUMENTS.items()},
         "tokenizer": f"it is {FIXED_ARGUMENTS['skip_tokenizer_init'].origin}",
+        "distributed_executor_backend": "it follows from VllmConfig.tensor_parallel_size",
         "worker_cls": "its weights could not be updated",
     }
 )
@@ -86,7 +89,6 @@ _OWNED: Mapping[str, str] = MappingProxyType(
 _NOT_UPDATABLE = frozenset(
     {
         "pipeline_parallel_size",
-        "data_parallel_size",
         "nnodes",
         "enable_lora",
         "quantization",
@@ -98,7 +100,6 @@ _NOT_UPDATABLE = frozenset(
         "enable_eplb",
         "enable_elastic_ep",
         "cpu_offload_gb",
-        "enable_sleep_mode",
         "kv_offloading_backend",
         "kv_offloading_size",
         "kv_transfer_config",
@@ -109,6 +110,7 @@ _NOT_UPDATABLE = frozenset(
 _ONE_DEVICE = "it has no effect: the engine runs on one device in one process"
 _NO_LORA = "it has no effect: enable_lora is not supported yet"
 _EAGER = "it has no effect: VllmConfig.enforce_eager leaves no graph to compile or capture"
+_UNTESTED = "it is not supported yet: no test has shown that it does its work on GPUs"
 _NO_TOKENIZER = "it has no effect: no tokenizer is loaded"
 _LOCAL = "it has no effect: the model is the local folder VllmConfig.model, weights as safetensors"
 _OTHER_MODEL = (
@@ -219,6 +221,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_VERIFIED_ON_GPU = frozenset({"max_cudagraph_capture_size"})
+"""Arguments without effect on one CPU that have one on GPUs, where a test has read them back."""
+
 Plain = bool | int | float | str | None
 """What can be read back from the engine's process and compared."""
 
@@ -248,7 +253,7 @@ def known_arguments() -> frozenset[str] | None:
     )
 
 
-def check_free_arguments(engine_args: Mapping[str, object]) -> None:
+def check_free_arguments(engine_args: Mapping[str, object], *, device: Device) -> None:
     """Refuse arguments that a field owns, that vLLM does not know, or that would not do their work.
 
     The latter have no effect here, change which model runs or what is drawn, are missed by weight
@@ -258,28 +263,39 @@ def check_free_arguments(engine_args: Mapping[str, object]) -> None:
         ValueError: names all of them, each with the setting that works.
     """
     known = known_arguments()
-    problems: list[str] = []
-    for name, value in engine_args.items():
-        if name in _OWNED:
-            problems.append(f"{name!r} cannot be given here: {_OWNED[name]}")
-        elif name in _NOT_UPDATABLE:
-            problems.append(
-                f"{name!r} is not supported yet: weight updates have not been shown to be right "
-                "with it"
-            )
-        elif name in _REFUSED:
-            problems.append(f"{name!r} cannot be given here: {_REFUSED[name]}")
-        elif known is not None and name not in known:
-            usable = sorted(known - _NOT_UPDATABLE - set(_REFUSED))
-            close = difflib.get_close_matches(name, usable, n=1, cutoff=0.0)
-            owner = f" ({_OWNED[close[0]]})" if close[0] in _OWNED else ""
-            problems.append(
-                f"{name!r} is not an argument of the installed vLLM; nearest: {close[0]!r}{owner}"
-            )
-        elif not isinstance(value, Plain):
-            problems.append(
-                f"{name!r} is {value!r} ({type(value).__name__}), which cannot be read back from "
-                "the engine's process to verify it; expected a bool, number or string"
-            )
+    problems = [
+        problem
+        for name, value in engine_args.items()
+        if (problem := _problem(name, value, device=device, known=known)) is not None
+    ]
     if problems:
         raise ValueError("engine_args: " + "; ".join(problems))
+
+
+def _problem(
+    name: str, value: object, *, device: Device, known: frozenset[str] | None
+) -> str | None:
+    """Why one argument cannot be given, with what works; None if it can."""
+    if name in _OWNED:
+        return f"{name!r} cannot be given here: {_OWNED[name]}"
+    if name in _NOT_UPDATABLE:
+        return (
+            f"{name!r} is not supported yet: weight updates have not been shown to be right with it"
+        )
+    reason = _REFUSED.get(name)
+    if device != "cpu" and reason in (_ONE_DEVICE, _EAGER):
+        # it has an effect there
+        reason = None if name in _VERIFIED_ON_GPU else _UNTESTED
+    if reason is not None:
+        return f"{name!r} cannot be given here: {reason}"
+    if known is not None and name not in known:
+        usable = sorted(known - _NOT_UPDATABLE - set(_REFUSED))
+        close = difflib.get_close_matches(name, usable, n=1, cutoff=0.0)
+        owner = f" ({_OWNED[close[0]]})" if close[0] in _OWNED else ""
+        return f"{name!r} is not an argument of the installed vLLM; nearest: {close[0]!r}{owner}"
+    if not isinstance(value, Plain):
+        return (
+            f"{name!r} is {value!r} ({type(value).__name__}), which cannot be read back from "
+            "the engine's process to verify it; expected a bool, number or string"
+        )
+    return None

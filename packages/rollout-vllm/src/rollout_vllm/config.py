@@ -5,19 +5,20 @@ from typing import Literal
 
 import attrs
 
-from rollout_vllm.arguments import (
-    FIXED_ARGUMENTS,
-    EffectiveArgument,
-    check_free_arguments,
-)
+from rollout_vllm.arguments import FIXED_ARGUMENTS, EffectiveArgument, check_free_arguments
+from rollout_vllm.device_rules import Device, check_device_rules
 from rollout_vllm.versions import argument_names, installed_version
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+LoadFormat = Literal["safetensors", "dummy"]
+AttentionBackend = Literal["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"]
 
 GIB = 2**30
+_LEAST_SHARE = 0.01
 
 _at_least_one = attrs.validators.ge(1)
 _boolean = attrs.validators.instance_of(bool)
+_three_valued = attrs.validators.optional(_boolean)
 
 
 def _copied(engine_args: Mapping[str, object]) -> Mapping[str, object]:
@@ -27,7 +28,7 @@ def _copied(engine_args: Mapping[str, object]) -> Mapping[str, object]:
 
 @attrs.frozen(kw_only=True)
 class VllmConfig:
-    """How vLLM samples. Runs on the CPU in this release."""
+    """How vLLM samples."""
 
     model: str
     """Local Hugging Face folder: config.json and weights as safetensors."""
@@ -35,14 +36,25 @@ class VllmConfig:
     max_model_len: int = attrs.field(validator=attrs.validators.ge(2))
     """Longest prompt and completion together, in tokens."""
 
+    device: Device = attrs.field(default="cpu", validator=attrs.validators.in_(("cpu", "cuda")))
+    """What the engine runs on; the installed vLLM must be one for it. Default: what every machine
+    has."""
+
     dtype: Dtype = attrs.field(
         default="bfloat16", validator=attrs.validators.in_(("bfloat16", "float16", "float32"))
     )
     """Type of weights and activations. Default: that of most checkpoints."""
 
-    max_num_seqs: int = attrs.field(default=64, validator=_at_least_one)
-    """Requests decoded at once; more wait. Default: where the throughput of 2 CPU cores stops
-    growing (135M parameters, bfloat16)."""
+    max_num_seqs: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_at_least_one)
+    )
+    """Requests decoded at once; more wait. None: 64 on the CPU, where the throughput of 2 cores
+    stops growing (135M parameters, bfloat16); on a GPU vLLM decides by its memory."""
+
+    max_num_batched_tokens: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_at_least_one)
+    )
+    """Tokens of all requests in one step of the engine; None: vLLM decides by the device."""
 
     kv_cache_gib: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.gt(0.0))
@@ -58,26 +70,50 @@ class VllmConfig:
     """Share of memory for weights and cache together, on the CPU too, in spite of vLLM's name.
     None: `kv_cache_gib` fixes the cache. One of the two must be given."""
 
-    enable_prefix_caching: bool | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_boolean)
-    )
+    enable_prefix_caching: bool | None = attrs.field(default=None, validator=_three_valued)
     """Reuse the cache of common prefixes; None: vLLM decides by model and device."""
 
-    enable_chunked_prefill: bool | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_boolean)
-    )
+    enable_chunked_prefill: bool | None = attrs.field(default=None, validator=_three_valued)
     """Split long prompts over steps; None: vLLM decides by model and device."""
 
-    enforce_eager: bool = attrs.field(default=True, validator=_boolean)
-    """Run without compiled graphs. Must be True on the CPU in this release: weight updates of
-    compiled models have not been shown to be right there."""
+    enforce_eager: bool | None = attrs.field(default=None, validator=_three_valued)
+    """Run without compiled graphs; None: without on the CPU, with them on a GPU. Not False on the
+    CPU in this release: weight updates of compiled models have not been shown to be right there."""
 
     tensor_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
     """Devices that share each layer. 1 on the CPU."""
 
+    data_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
+    """Copies of the engine that share the requests, each on `tensor_parallel_size` devices.
+    1 on the CPU."""
+
     expert_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
-    """Devices that share the experts; above 1 it implies vLLM's `enable_expert_parallel` and
-    must equal `tensor_parallel_size`. 1 on the CPU."""
+    """Devices that share the experts of a mixture-of-experts model; above 1 it implies vLLM's
+    `enable_expert_parallel`, must equal `tensor_parallel_size` x `data_parallel_size`, and must
+    divide the experts. 1 on the CPU."""
+
+    attention_backend: AttentionBackend | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(
+            attrs.validators.in_(("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"))
+        ),
+    )
+    """Attention kernels, in vLLM's names; None: vLLM decides by model and device. None on the CPU,
+    which has one kind."""
+
+    enable_sleep: bool = attrs.field(default=False, validator=_boolean)
+    """Make the engine's memory releasable while another process trains on the same device.
+    Default: no, as it makes vLLM allocate through its own pool. Not on the CPU."""
+
+    return_routed_experts: bool = attrs.field(default=False, validator=_boolean)
+    """Make completions `RoutedCompletion`s, with the experts that every token went to.
+    Default: no, as it costs memory and time. On the CPU with vLLM 0.30 only."""
+
+    load_format: LoadFormat = attrs.field(
+        default="safetensors", validator=attrs.validators.in_(("safetensors", "dummy"))
+    )
+    """Where the first weights come from: the files in the model's folder, or nowhere ("dummy":
+    random values, for benchmarks). Pickled weights are not read: they can run code."""
 
     seed: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     """Seed of the engine's random stream."""
@@ -85,7 +121,7 @@ class VllmConfig:
     cpu_threads: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(_at_least_one)
     )
-    """OpenMP threads of the engine; None: OMP_NUM_THREADS, or all cores."""
+    """OpenMP threads of the engine's process; None: OMP_NUM_THREADS, or all cores."""
 
     weight_update_timeout_s: float = attrs.field(default=600.0, validator=attrs.validators.gt(0.0))
     """Longest time, in seconds, that a weight update may take before it counts as failed.
@@ -106,27 +142,32 @@ class VllmConfig:
                 f"{self.gpu_memory_utilization}"
             )
             raise ValueError(message)
-        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+        if self.expert_parallel_size not in (1, self.num_devices):
             message = (
-                "VllmConfig: expert_parallel_size must be 1 or equal tensor_parallel_size = "
-                f"{self.tensor_parallel_size}, got {self.expert_parallel_size}"
+                "VllmConfig: expert_parallel_size must be 1 or equal tensor_parallel_size x "
+                f"data_parallel_size = {self.num_devices} (vLLM spreads the experts over all of "
+                f"them), got {self.expert_parallel_size}"
             )
             raise ValueError(message)
-        for name in ("tensor_parallel_size", "expert_parallel_size"):
-            if getattr(self, name) > 1:
-                message = (
-                    f"VllmConfig: {name} = {getattr(self, name)} cannot run on the CPU in this "
-                    "release (vLLM 0.32 crashes in the fused experts, and needs threads bound to "
-                    f"cores for tensor parallelism); use {name} = 1"
-                )
-                raise ValueError(message)
-        if not self.enforce_eager:
-            message = (
-                "VllmConfig: enforce_eager = False is not supported on the CPU in this release: "
-                "weight updates of compiled models have not been shown to be right there; use True"
-            )
-            raise ValueError(message)
-        check_free_arguments(self.engine_args)
+        check_device_rules(
+            self.device,
+            {
+                "tensor_parallel_size": self.tensor_parallel_size,
+                "data_parallel_size": self.data_parallel_size,
+                "expert_parallel_size": self.expert_parallel_size,
+                "enforce_eager": self.enforce_eager,
+                "attention_backend": self.attention_backend,
+                "enable_sleep": self.enable_sleep,
+                "return_routed_experts": self.return_routed_experts,
+            },
+            version=installed_version(),
+        )
+        check_free_arguments(self.engine_args, device=self.device)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the engine runs on."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     def effective_engine_args(self) -> dict[str, EffectiveArgument]:
         """Every argument that vLLM will be given, with its origin; starts nothing.
@@ -143,32 +184,70 @@ class VllmConfig:
                 "(cpu, cuda, ascend)"
             )
             raise ValueError(message)
-        values: dict[str, object] = {
-            "model": self.model,
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "kv_cache_gib": None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "enable_chunked_prefill": self.enable_chunked_prefill,
-            "enforce_eager": self.enforce_eager,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "expert_parallel_size": self.expert_parallel_size > 1,
-            "seed": self.seed,
-            "trust_remote_code": self.trust_remote_code,
-        }
         names = argument_names(version)
-        return {
-            **{
-                names[field]: EffectiveArgument(value=value, origin=f"VllmConfig.{field}")
-                for field, value in values.items()
-                # None means that vLLM decides; False is a decision and is passed on
-                if value is not None
-            },
-            **FIXED_ARGUMENTS,
+        given = {
+            **_as_given(self),
+            **_derived(self),
             **{
                 name: EffectiveArgument(value=value, origin="VllmConfig.engine_args")
                 for name, value in self.engine_args.items()
             },
         }
+        return {names.get(name, name): argument for name, argument in given.items()}
+
+
+def _as_given(config: VllmConfig) -> dict[str, EffectiveArgument]:
+    """The fields under their own names. None means that vLLM decides; False is a decision."""
+    values: dict[str, object] = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "kv_cache_gib": None if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enforce_eager": config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "expert_parallel_size": config.expert_parallel_size > 1,
+        "attention_backend": config.attention_backend,
+        # left out when off, as vLLM names the latter elsewhere from 0.31 on
+        "enable_sleep": config.enable_sleep or None,
+        "return_routed_experts": config.return_routed_experts or None,
+        "load_format": config.load_format,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    return {
+        field: EffectiveArgument(value=value, origin=f"VllmConfig.{field}")
+        for field, value in values.items()
+        if value is not None
+    }
+
+
+def _derived(config: VllmConfig) -> dict[str, EffectiveArgument]:
+    """What the fields that were left open come to, and what this package decides."""
+    derived = dict(FIXED_ARGUMENTS)
+    by_device = f"derived from VllmConfig.device = {config.device!r}"
+    if config.max_num_seqs is None and config.device == "cpu":
+        derived["max_num_seqs"] = EffectiveArgument(value=64, origin=by_device)
+    if config.enforce_eager is None:
+        derived["enforce_eager"] = EffectiveArgument(value=config.device == "cpu", origin=by_device)
+    if config.kv_cache_gib is not None and config.device != "cpu":
+        # vLLM refuses to start if this share is not free, and then sizes the cache by the other
+        # setting: with its default of 0.9 no trainer could be on the same GPU
+        # (request_memory in vllm/v1/worker/utils.py, 0.23 to 0.32)
+        derived["gpu_memory_utilization"] = EffectiveArgument(
+            value=_LEAST_SHARE, origin="derived from VllmConfig.kv_cache_gib, which fixes the cache"
+        )
+    derived["distributed_executor_backend"] = (
+        EffectiveArgument(value="uni", origin="fixed: one worker lives in the engine's process")
+        if config.tensor_parallel_size == 1
+        else EffectiveArgument(
+            value="mp",
+            origin="derived from VllmConfig.tensor_parallel_size: each worker has a process",
+        )
+    )
+    return derived

@@ -1,10 +1,14 @@
 """The seam to vLLM: what the sampler asks of an engine, in our own types."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Literal, Protocol
 
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
+from rollout_vllm.options import RequestOptions, TokenDelta
+from rollout_vllm.sleep import Part
+
+InFlight = Literal["keep", "abort", "wait"]
+"""What becomes of running requests when new weights come; see `rollout_vllm.in_flight`."""
 
 
 class Engine(Protocol):
@@ -29,8 +33,23 @@ class Engine(Protocol):
         *,
         num_samples: int,
         params: SamplingParams,
+        options: RequestOptions,
     ) -> list[Completion]:
         """Draw completions; cancelling it frees their places.
+
+        Raises:
+            GenerationError: if the engine refuses the request or fails on it.
+        """
+
+    def stream(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        *,
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Draw one completion and yield its tokens as they come; closing it frees its place.
 
         Raises:
             GenerationError: if the engine refuses the request or fails on it.
@@ -39,14 +58,35 @@ class Engine(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; `generate` returns what they have, with the reason `abort`."""
 
+    async def hold(self, in_flight: InFlight) -> None:
+        """Let no request move, and clear all caches, until `go_on`.
+
+        Running requests are kept, ended with the reason `abort`, or waited for.
+        """
+
     async def update_weights(
-        self, paths: Sequence[Path], *, version: PolicyVersion, tied: bool
+        self, instructions: Mapping[str, object], *, version: PolicyVersion
     ) -> None:
-        """Hold all requests, clear all caches, load the files, name the version, go on.
+        """Load what a `rollout_vllm.publication.Publication` says, and name the version.
+
+        Only while requests are held.
 
         Raises:
-            WeightUpdateError: if any of it fails; the engine's weights are then undefined.
+            ConnectionError: if a sender is not reached; no weight was touched.
+            WeightUpdateError: if anything later fails; the engine's weights are then undefined.
         """
+
+    async def go_on(self) -> None:
+        """Let requests move again."""
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Give up the memory of weights and caches. Only while requests are held."""
+
+    async def wake(self, parts: Sequence[Part]) -> None:
+        """Take the memory of these parts back; once all are awake, requests go on."""
+
+    async def used_memory(self) -> int:
+        """Bytes in use on the engine's devices together, by whomever."""
 
     async def settings(self) -> Mapping[str, Mapping[str, object]]:
         """Plain values of the engine's resolved config, by part, and of its process."""

@@ -33,8 +33,23 @@ class EnvironmentSetting:
 
 
 def engine_environment(config: VllmConfig) -> dict[str, EnvironmentSetting]:
-    """The variables that vLLM's CPU engine reads and that this config decides."""
+    """The variables that vLLM reads and that this config decides."""
     settings = {
+        "VLLM_NO_USAGE_STATS": EnvironmentSetting(
+            value="1", rule="default", reason="nothing is reported to anybody"
+        ),
+        **(_cpu_environment(config) if config.device == "cpu" else {}),
+    }
+    if config.cpu_threads is not None:
+        settings["OMP_NUM_THREADS"] = EnvironmentSetting(
+            value=str(config.cpu_threads), rule="engine", reason="VllmConfig.cpu_threads"
+        )
+    return settings
+
+
+def _cpu_environment(config: VllmConfig) -> dict[str, EnvironmentSetting]:
+    """What vLLM's CPU engine reads beside."""
+    return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": EnvironmentSetting(
             value="0",
             rule="required",
@@ -54,9 +69,6 @@ def engine_environment(config: VllmConfig) -> dict[str, EnvironmentSetting]:
             reason="vLLM binds threads only of workers in a process of their own; "
             "VllmConfig.cpu_threads sets how many threads there are",
         ),
-        "VLLM_NO_USAGE_STATS": EnvironmentSetting(
-            value="1", rule="default", reason="nothing is reported to anybody"
-        ),
         # threads that spin while they wait starve whoever shares the cores
         "OMP_WAIT_POLICY": EnvironmentSetting(
             value="passive", rule="default", reason="waiting threads leave the cores to others"
@@ -65,11 +77,6 @@ def engine_environment(config: VllmConfig) -> dict[str, EnvironmentSetting]:
             value="0", rule="default", reason="waiting threads leave the cores to others"
         ),
     }
-    if config.cpu_threads is not None:
-        settings["OMP_NUM_THREADS"] = EnvironmentSetting(
-            value=str(config.cpu_threads), rule="engine", reason="VllmConfig.cpu_threads"
-        )
-    return settings
 
 
 def check_environment(config: VllmConfig, environment: Mapping[str, str]) -> None:

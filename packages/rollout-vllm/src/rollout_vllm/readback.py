@@ -5,10 +5,16 @@ from collections.abc import Mapping
 from rollout_vllm.arguments import EffectiveArgument, Plain
 from rollout_vllm.errors import StartError
 
-# where vLLM keeps an argument in its resolved config, if under another name (vLLM 0.32)
-_RENAMED: Mapping[str, str] = {
-    "scheduling_policy": "policy",
-    "kv_cache_dtype": "cache_dtype",
+# argument -> the part of the report and the name there, where either differs from the argument's
+# own (vLLM 0.23 to 0.32)
+_ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "scheduling_policy": ("scheduler", "policy"),
+    "kv_cache_dtype": ("cache", "cache_dtype"),
+    # the configured one is a wish; this is the one whose kernels run
+    "attention_backend": ("worker", "attention_backend"),
+    # each engine of a dense model believes that it is alone (vllm/v1/engine/core.py)
+    "data_parallel_size": ("client", "num_engines"),
+    "max_cudagraph_capture_size": ("compilation", "max_cudagraph_capture_size"),
 }
 # what the engine's resolved config does not hold, and why it need not
 _NOT_REPORTED: Mapping[str, str] = {
@@ -36,8 +42,7 @@ def check_settings(
         if name in _NOT_REPORTED:
             continue
         described = f"{name} = {argument.value!r} ({argument.origin})"
-        key = _RENAMED.get(name, name)
-        found = [part[key] for part in reported.values() if key in part]
+        found = _found(name, reported)
         if not found or not isinstance(argument.value, Plain):
             problems.append(
                 f"{described} cannot be verified: the engine's resolved config holds no plain "
@@ -51,3 +56,13 @@ def check_settings(
         ]
     if problems:
         raise StartError("vLLM runs something else than was configured: " + "; ".join(problems))
+
+
+def _found(name: str, reported: Mapping[str, Mapping[str, object]]) -> list[object]:
+    """What the report says of an argument, worker by worker."""
+    part_name, key = _ELSEWHERE.get(name, (None, name))
+    return [
+        part[key]
+        for title, part in reported.items()
+        if key in part and part_name in (None, title.split("@")[0])
+    ]

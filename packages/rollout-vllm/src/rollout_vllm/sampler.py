@@ -7,33 +7,35 @@
         │                                                     ▲
         └── load_published: check files, then                 │
             hold requests, clear caches ─▶ load ─▶ name the version ─▶ go on
-
-    open ──▶ closed     by close(), or because the engine died or an update broke off half-way
 """
 
 import asyncio
 import contextlib
-import itertools
-import operator
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.config import Dtype, VllmConfig
-from rollout_vllm.engine import Engine
+from rollout_vllm.engine import Engine, InFlight
 from rollout_vllm.environment import applied_environment, check_engine_environment
-from rollout_vllm.errors import SamplerClosedError, SamplerDiedError, WeightUpdateError
+from rollout_vllm.errors import SamplerClosedError
 from rollout_vllm.headers import TensorHeader, read_model_headers
+from rollout_vllm.in_flight import ResumingEngine
+from rollout_vllm.lifetime import Lifetime
+from rollout_vllm.model_checks import check_model
+from rollout_vllm.options import RequestOptions, TokenDelta
+from rollout_vllm.publication import Publication
 from rollout_vllm.readback import check_settings
-from rollout_vllm.weights_check import check_published
-from rollout_vllm.weights_sender import PublishedWeights, TensorLike, publish_weights
+from rollout_vllm.request_checks import check_params, checked_prompt
+from rollout_vllm.sleep import PARTS, MemoryChange, Part
+from rollout_vllm.weight_updates import WeightUpdates
+from rollout_vllm.weights_sender import TensorLike, publish_weights
 
-# vLLM raises lower temperatures to this one (_MAX_TEMP in vllm/sampling_params.py, 0.32)
-_LOWEST_TEMPERATURE = 0.01
+_PLAIN = RequestOptions()
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (memory, under a fresh private folder)
 
 
@@ -55,12 +57,14 @@ class VllmSampler:
     ) -> None:
         self._engine = engine
         self._config = config
-        self._policy_version = policy_version
-        self._tensors = tensors
-        self._request_numbers = itertools.count()
-        self._running: set[str] = set()
-        self._closed: SamplerClosedError | None = None
-        self._loading = asyncio.Lock()
+        self._lifetime = Lifetime(engine)
+        self._weights = WeightUpdates(
+            engine,
+            self._lifetime,
+            config=config,
+            policy_version=policy_version,
+            tensors=tensors,
+        )
 
     @classmethod
     async def start(cls, config: VllmConfig, *, policy_version: PolicyVersion) -> Self:
@@ -80,22 +84,27 @@ class VllmSampler:
             StartError: if vLLM does not start, or runs something else than was configured.
         """
         arguments = config.effective_engine_args()
-        tensors = read_model_headers(Path(config.model))
+        check_model(config)
+        tensors = _model_tensors(config)
         with applied_environment(config):
             from rollout_vllm.vllm_engine import VllmEngine  # noqa: PLC0415  (imports vLLM)
 
             engine = VllmEngine.start(
-                {name: argument.value for name, argument in arguments.items()}
+                {name: argument.value for name, argument in arguments.items()},
+                device=config.device,
             )
         try:
             await engine.prepare_weight_updates()
             await engine.set_version(policy_version)
+            if config.data_parallel_size > 1:
+                await engine.spread_seeds()
             check_settings(arguments, await engine.settings())
             check_engine_environment(config, await engine.environment())
         except BaseException:
             engine.shutdown()
             raise
-        return cls(engine, config=config, policy_version=policy_version, tensors=tensors)
+        resuming = ResumingEngine(engine)
+        return cls(resuming, config=config, policy_version=policy_version, tensors=tensors)
 
     async def __aenter__(self) -> Self:
         """The sampler itself."""
@@ -113,7 +122,7 @@ class VllmSampler:
     @property
     def policy_version(self) -> PolicyVersion:
         """Version of the weights that the next token will be drawn from."""
-        return self._policy_version
+        return self._weights.policy_version
 
     @property
     def dtype(self) -> Dtype:
@@ -123,51 +132,94 @@ class VllmSampler:
     @property
     def num_running(self) -> int:
         """Calls of `sample` that have not returned."""
-        return len(self._running)
+        return len(self._lifetime.running)
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        options: RequestOptions = _PLAIN,
     ) -> list[Completion]:
         """Draw `num_samples` completions of one prompt.
 
         `rollout_logprobs` are those of the distribution that each token was drawn from: after
-        temperature and `top_p`; greedy tokens get those of temperature 1. With a seed, sample
-        ``i`` has the seed ``params.seed + i``. The model's own end of sequence (its generation
-        config) ends a completion beside `stop_token_ids`. A completion also ends, with the
-        reason `length`, where prompt and completion fill `max_model_len`.
+        temperature, `top_p` and `top_k`; greedy tokens get those of temperature 1. With a seed,
+        sample ``i`` has the seed ``params.seed + i``. The model's own end of sequence (its
+        generation config) ends a completion beside `stop_token_ids`. A completion also ends, with
+        the reason `length`, where prompt and completion fill `max_model_len`, and with the reason
+        `abort`, holding what it has, at `options.deadline_s`.
 
         Cancelling the awaiting task frees the requests' places.
 
         Raises:
             ValueError: for an empty prompt, a prompt that leaves no room for a token, a token id
                 that the model does not know, `num_samples` below 1, or parameters that vLLM
-                would change.
+                would change or that have no effect.
             GenerationError: if vLLM fails on this request.
             SamplerClosedError: if the sampler is or gets closed.
         """
-        self._check_open()
-        prompt = self._checked_prompt(prompt_ids)
-        if num_samples < 1:
-            raise ValueError(f"sample: expected num_samples of 1 or more, got {num_samples}")
-        self._check_params(params)
-        request_id = str(next(self._request_numbers))
-        self._running.add(request_id)
-        try:
-            completions = await self._engine.generate(
-                request_id, prompt, num_samples=num_samples, params=params
+        self._lifetime.check_open()
+        self._weights.sleep_state.check_sample()
+        prompt = checked_prompt(prompt_ids, engine=self._engine)
+        check_params(params, options, num_samples=num_samples, engine=self._engine)
+        with self._lifetime.request() as request_id:
+            drawing = self._engine.generate(
+                request_id, prompt, num_samples=num_samples, params=params, options=options
             )
-        except SamplerDiedError as error:
-            self._close_for(error)
-            raise
-        finally:
-            self._running.discard(request_id)
-        self._check_open()  # aborted because the sampler closed: not a completion to train on
+            if options.deadline_s is None:
+                completions = await drawing
+            else:
+                completions = await self._until_deadline(request_id, drawing, options.deadline_s)
+        # aborted because the sampler closed: not a completion to train on
+        self._lifetime.check_open()
         return completions
 
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        params: SamplingParams,
+        options: RequestOptions = _PLAIN,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Draw one completion and yield its tokens as they are drawn.
+
+        The deltas joined are the completion that `sample` would return. Leaving the loop early
+        does not free the request's place until the generator is closed: use
+        `contextlib.aclosing`.
+
+        Raises:
+            ValueError: as `sample`; and for a deadline, which is `asyncio.timeout`'s business
+                around a loop.
+            GenerationError: if vLLM fails on this request.
+            SamplerClosedError: if the sampler is or gets closed.
+        """
+        self._lifetime.check_open()
+        self._weights.sleep_state.check_sample()
+        prompt = checked_prompt(prompt_ids, engine=self._engine)
+        check_params(params, options, num_samples=1, engine=self._engine)
+        if options.deadline_s is not None:
+            message = (
+                f"stream: deadline_s = {options.deadline_s} is for sample; break the loop, or put "
+                "it under asyncio.timeout"
+            )
+            raise ValueError(message)
+        with self._lifetime.request() as request_id:
+            deltas = self._engine.stream(request_id, prompt, params=params, options=options)
+            async with contextlib.aclosing(deltas):
+                async for delta in deltas:
+                    self._lifetime.check_open()
+                    yield delta
+
     async def load_weights(
-        self, weights: Iterable[tuple[str, TensorLike]], *, version: PolicyVersion
+        self,
+        weights: Iterable[tuple[str, TensorLike]],
+        *,
+        version: PolicyVersion,
+        in_flight: InFlight = "keep",
     ) -> None:
-        """Take new weights from this process: publishes them, then `load_published`.
+        """Take new weights from this process: publishes files of them, then `load_published`.
 
         Raises:
             ValueError: as `load_published`; the old weights then go on answering.
@@ -175,139 +227,116 @@ class VllmSampler:
             WeightUpdateError: as `load_published`.
             SamplerClosedError: if the sampler is closed.
         """
-        self._check_open()
+        self._lifetime.check_open()
         folder = Path(tempfile.mkdtemp(prefix="rollout-vllm-", dir=_SHARED_MEMORY))
         try:
             published = publish_weights(weights, version=version, folder=folder, dtype=self.dtype)
-            await self.load_published(published)
+            await self.load_published(published, in_flight=in_flight)
         finally:
             shutil.rmtree(folder)
 
-    async def load_published(self, published: PublishedWeights, *, keep: bool = False) -> None:
-        """Take weights that `publish_weights` wrote on this machine.
+    async def load_published(
+        self, published: Publication, *, keep: bool = False, in_flight: InFlight = "keep"
+    ) -> None:
+        """Take weights that `publish_weights` wrote, or that a `WeightStream` offers.
 
-        Running requests are kept: their later tokens are drawn from the new weights, given the
-        whole prefix under the new weights. All caches are cleared.
+        All caches are cleared. Tokens keep the version and the logprobs of the weights that drew
+        them.
 
         Args:
             published: what to load.
             keep: leave the files, for other samplers. By default they are removed once loaded;
-                files that were refused stay.
+                files that were refused stay. Without effect on a stream, which keeps its own.
+            in_flight: what becomes of running requests, see `rollout_vllm.in_flight`.
 
         Raises:
             ValueError: for a name that the model lacks, a weight that is missing, a shape or type
                 that differs, damaged files, or a version below the present one while requests
                 run; nothing was touched and the old weights go on answering.
+            TimeoutError: with `wait`, if requests run longer than the config's
+                `weight_update_timeout_s`; nothing was touched.
+            ConnectionError: if a stream's sender is not reached; nothing was touched.
             WeightUpdateError: if it broke off after that; the sampler has closed itself.
             SamplerClosedError: if the sampler is closed.
         """
-        async with self._loading:
-            self._check_open()
-            if published.version < self._policy_version and self._running:
-                message = (
-                    f"load_published: expected version {self._policy_version} or later while "
-                    f"{len(self._running)} requests run (versions never fall along a completion), "
-                    f"got {published.version}"
-                )
-                raise ValueError(message)
-            await asyncio.to_thread(
-                check_published,
-                published,
-                model=self._tensors,
-                dtype=self.dtype,
-                tied=self._engine.tied,
-            )
-            update = asyncio.ensure_future(self._update(published))
-            try:
-                await asyncio.shield(update)
-            except asyncio.CancelledError:
-                # half an update is no state to stop in
-                await update
-                raise
-        if not keep:
-            published.remove()
+        await self._weights.load(published, keep=keep, in_flight=in_flight)
+
+    async def check_published(self, published: Publication) -> None:
+        """Whether `load_published` would take these weights; moves none.
+
+        Raises:
+            ValueError: as `load_published`; a stream's sender has been told the reason.
+            SamplerAsleepError: if the weights sleep.
+            SamplerClosedError: if the sampler is closed.
+        """
+        await self._weights.check(published)
+
+    async def sleep(self, *, keep_weights: bool, in_flight: InFlight = "keep") -> MemoryChange:
+        """Give up the memory of weights and caches until `wake`; see `rollout_vllm.sleep`.
+
+        Args:
+            keep_weights: keep a copy of the weights in the host's memory. Without, weights must be
+                loaded again before the sampler is whole.
+            in_flight: what becomes of running requests; kept and aborted ones go on from their
+                prefix once everything is awake.
+
+        Returns:
+            The memory in use on the engine's devices before and after.
+
+        Raises:
+            ValueError: if the sampler was not started with `enable_sleep`, so on the CPU always.
+            SamplerAsleepError: if it sleeps already.
+            TimeoutError: with `wait`, if requests run longer than the config's
+                `weight_update_timeout_s`; they go on.
+            SamplerClosedError: if the sampler is closed.
+        """
+        return await self._weights.sleep(keep_weights=keep_weights, in_flight=in_flight)
+
+    async def wake(self, parts: Sequence[Part] = PARTS) -> MemoryChange:
+        """Take the memory of these parts back; once all are awake, requests go on.
+
+        Returns:
+            The memory in use on the engine's devices before and after.
+
+        Raises:
+            ValueError: if one of the parts does not sleep.
+            SamplerAsleepError: if requests would go on without weights.
+            SamplerClosedError: if the sampler is closed.
+        """
+        return await self._weights.wake(parts)
+
+    async def ping(self) -> PolicyVersion:
+        """The version of the weights, if the engine is alive and answers.
+
+        Raises:
+            SamplerClosedError: if it is not.
+        """
+        self._lifetime.check_open()
+        with self._lifetime.ends_with_engine():
+            await self._engine.environment()
+        return self.policy_version
 
     async def close(self) -> None:
         """End running requests and the engine's process; may be called twice."""
-        if self._closed is None:
-            await self._end_requests(SamplerClosedError("the sampler was closed"))
-            self._engine.shutdown()
+        await self._lifetime.end(SamplerClosedError("the sampler was closed"))
 
-    async def _update(self, published: PublishedWeights) -> None:
-        limit = self._config.weight_update_timeout_s
+    async def _until_deadline(
+        self, request_id: str, drawing: Coroutine[None, None, list[Completion]], deadline_s: float
+    ) -> list[Completion]:
+        """Abort what still runs at the deadline; it then returns what it has."""
+        task = asyncio.ensure_future(drawing)
         try:
-            async with asyncio.timeout(limit):
-                await self._engine.update_weights(
-                    published.paths(), version=published.version, tied=self._engine.tied
-                )
-        except TimeoutError as error:
-            message = (
-                f"load_published: the engine did not take version {published.version} within "
-                f"{limit:g} s (VllmConfig.weight_update_timeout_s)"
-            )
-            failure = WeightUpdateError(message)
-            await self._break_off(failure)
-            raise failure from error
-        except SamplerClosedError as error:
-            await self._break_off(error)
-            raise
-        self._policy_version = published.version
+            ended, _ = await asyncio.wait({task}, timeout=deadline_s)
+            if not ended:
+                await self._engine.abort([request_id])
+            return await task
+        finally:
+            task.cancel()  # nothing happens if it has ended
 
-    async def _break_off(self, error: SamplerClosedError) -> None:
-        await self._end_requests(error)
-        self._engine.shutdown()
 
-    async def _end_requests(self, error: SamplerClosedError) -> None:
-        self._closed = error
-        # a dead engine has ended its requests itself
-        with contextlib.suppress(SamplerDiedError):
-            await self._engine.abort(list(self._running))
-
-    def _close_for(self, error: SamplerClosedError) -> None:
-        if self._closed is None:
-            self._closed = error
-            self._engine.shutdown()
-
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise type(self._closed)(str(self._closed)) from self._closed
-
-    def _checked_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
-        prompt = [operator.index(token) for token in prompt_ids]
-        longest = self._engine.max_model_len - 1
-        if not 1 <= len(prompt) <= longest:
-            message = (
-                f"sample: expected a prompt of 1 to {longest} tokens (max_model_len is "
-                f"{self._engine.max_model_len}, and one token must fit behind it), "
-                f"got {len(prompt)}"
-            )
-            raise ValueError(message)
-        self._check_ids(prompt, "prompt_ids")
-        return prompt
-
-    def _check_ids(self, token_ids: Sequence[int], name: str) -> None:
-        vocab_size = self._engine.vocab_size
-        for place, token in enumerate(token_ids):
-            if not 0 <= token < vocab_size:
-                message = (
-                    f"sample: {name}[{place}] is {token}, the model knows the token ids "
-                    f"0 to {vocab_size - 1}"
-                )
-                raise ValueError(message)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
-        if 0.0 < params.temperature < _LOWEST_TEMPERATURE:
-            message = (
-                f"sample: vLLM raises temperature {params.temperature} to {_LOWEST_TEMPERATURE}; "
-                "give 0 for greedy tokens"
-            )
-            raise ValueError(message)
-        if params.temperature == 0.0 and params.top_p != 1.0:
-            message = (
-                f"sample: top_p = {params.top_p} has no effect at temperature 0; give top_p = 1"
-            )
-            raise ValueError(message)
-        if params.seed is not None and params.seed < 0:
-            message = f"sample: expected a seed of 0 or more, or None, got {params.seed}"
-            raise ValueError(message)
+def _model_tensors(config: VllmConfig) -> Mapping[str, TensorHeader]:
+    """Names and shapes of the model's weights; none if they are random and no file lists them."""
+    folder = Path(config.model)
+    if config.load_format == "dummy" and not any(folder.glob("*.safetensors")):
+        return {}
+    return read_model_headers(folder)

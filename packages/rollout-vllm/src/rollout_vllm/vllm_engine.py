@@ -3,40 +3,41 @@
 The only module of the caller's process that imports vLLM; it is imported when a sampler starts.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Self, final
 
-from vllm import SamplingParams as EngineSamplingParams
+from vllm import exceptions
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMError
-from vllm.inputs import tokens_input
-from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rl_contracts.rollout import Completion, FinishReason, PolicyVersion, SamplingParams
+from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
+from rollout_vllm.device_rules import Device
+from rollout_vllm.engine import InFlight
 from rollout_vllm.errors import (
     GenerationError,
     SamplerDiedError,
     StartError,
     WeightUpdateError,
 )
+from rollout_vllm.options import RequestOptions, TokenDelta
+from rollout_vllm.sleep import Part
+from rollout_vllm.vllm_requests import Requests, engine_params
 
-_FINISH_REASONS: Mapping[str | None, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "abort": "abort",
-}
+# VLLMError is the base of all from 0.28 on; earlier errors of a request derive from ValueError
+_REQUEST_ERRORS: tuple[type[Exception], ...] = (
+    ValueError,
+    EngineGenerateError,
+    getattr(exceptions, "VLLMError", EngineGenerateError),
+)
+_START_ERRORS: tuple[type[Exception], ...] = (RuntimeError, TypeError, OSError, *_REQUEST_ERRORS)
 
 
 @contextmanager
@@ -49,31 +50,50 @@ def _translated() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _translated_request() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError:
+        raise
+    except _REQUEST_ERRORS as error:
+        cause = error.__cause__ or error
+        raise GenerationError(f"vLLM failed on a request: {cause}") from error
+
+
 @final
 class VllmEngine:
     """An `rollout_vllm.engine.Engine` made of vLLM's `AsyncLLM`."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, *, routed: bool) -> None:
         self._engine = engine
+        self._requests = Requests(engine, routed=routed)
 
     @classmethod
-    def start(cls, arguments: Mapping[str, object]) -> Self:
+    def start(cls, arguments: Mapping[str, object], *, device: Device) -> Self:
         """Start the engine's process and wait until it is ready.
 
         Raises:
-            StartError: if it does not come up.
+            StartError: if it does not come up, or would run on another device.
         """
-        if not current_platform.is_cpu():
+        found = getattr(current_platform, "device_name", None)
+        if found != device:
             message = (
-                f"the installed vLLM runs on {current_platform.device_name}; this release of "
-                "rollout-vllm has been run on the CPU only: install it with the extra `cpu`"
+                f"VllmConfig.device is {device!r}, and the installed vLLM "
+                f"({current_platform.__class__.__module__}) finds {found!r} here; "
+                "install rollout-vllm with the extra of the device (cpu, cuda, ascend), on a "
+                "machine that has it"
             )
             raise StartError(message)
         try:
             engine_args = AsyncEngineArgs(**arguments)  # type: ignore[arg-type]
-            return cls(AsyncLLM.from_engine_args(engine_args))
-        except (RuntimeError, ValueError, TypeError, OSError, VLLMError) as error:
+            # the limits that vLLM takes by default depend on this: those of vllm.LLM, which are
+            # the largest (EngineArgs.get_batch_defaults, 0.23 to 0.32)
+            context = UsageContext.LLM_CLASS
+            engine = AsyncLLM.from_engine_args(engine_args, usage_context=context)
+        except _START_ERRORS as error:
             raise StartError(f"vLLM did not start: {error}") from error
+        return cls(engine, routed=bool(arguments.get("enable_return_routed_experts")))
 
     @property
     def max_model_len(self) -> int:
@@ -97,59 +117,63 @@ class VllmEngine:
         *,
         num_samples: int,
         params: SamplingParams,
+        options: RequestOptions,
     ) -> list[Completion]:
         """Draw completions; cancelling it frees their places."""
-        # Greedy samples of one prompt are all the same, and vLLM refuses to draw several.
+        # greedy samples of one prompt are all the same
         greedy = params.temperature == 0.0
-        sampling = EngineSamplingParams(
-            n=1 if greedy else num_samples,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            max_tokens=params.max_new_tokens,
-            stop_token_ids=list(params.stop_token_ids),
-            seed=params.seed,
-            logprobs=0,  # the sampled token's own
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        prompt = tokens_input(list(prompt_ids))
-        with _translated():
-            try:
-                async for output in self._engine.generate(prompt, sampling, request_id):
-                    final = output
-            except EngineDeadError:
-                raise
-            except VLLMError as error:
-                cause = error.__cause__ or error
-                raise GenerationError(f"vLLM failed on a request: {cause}") from error
-        completions = [_completion(output) for output in final.outputs]
+        sampling = [
+            engine_params(params, options, sample=sample, stream=False)
+            for sample in range(1 if greedy else num_samples)
+        ]
+        with _translated(), _translated_request():
+            completions = await self._requests.draw(request_id, prompt_ids, sampling)
         return completions * num_samples if greedy else completions
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        *,
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Draw one completion and yield its tokens as they come; closing it frees its place."""
+        sampling = engine_params(params, options, sample=0, stream=True)
+        async with aclosing(self._requests.stream(request_id, prompt_ids, sampling)) as deltas:
+            with _translated(), _translated_request():
+                async for delta in deltas:
+                    yield delta
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; `generate` returns what they have, with the reason `abort`."""
         with _translated():
-            await self._engine.abort(list(request_ids))
+            await self._requests.abort(request_ids)
 
     async def prepare_weight_updates(self) -> None:
         """Set up the transfer that `update_weights` uses."""
         with _translated():
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest())
 
+    async def hold(self, in_flight: InFlight) -> None:
+        """Let no request move, and clear all caches."""
+        with _translated():
+            # without clear_cache, later prompts would reuse the old weights' prefixes, and
+            # running requests their old keys and values
+            await self._engine.pause_generation(mode=in_flight, clear_cache=True)
+
     async def update_weights(
-        self, paths: Sequence[Path], *, version: PolicyVersion, tied: bool
+        self, instructions: Mapping[str, object], *, version: PolicyVersion
     ) -> None:
-        """Hold all requests, clear all caches, load the files, name the version, go on."""
-        info = {"paths": [str(path) for path in paths], "tied": tied}
+        """Load what was published, and name the version."""
+        info = {"instructions": dict(instructions), "tied": self.tied}
+        await self._meet(info["instructions"])
         with _translated():
             try:
-                # without clear_cache, later prompts would reuse the old weights' prefixes, and
-                # running requests their old keys and values
-                await self._engine.pause_generation(mode="keep", clear_cache=True)
                 await self._engine.start_weight_update()
                 await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-                await self._engine.finish_weight_update(weight_version=str(version))
-                await self._engine.resume_generation()
+                await self._engine.finish_weight_update()
+                await self.set_version(version)
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -158,21 +182,68 @@ class VllmEngine:
                 message = f"the update to version {version} broke off in the engine: {error}"
                 raise WeightUpdateError(message) from error
 
-    async def set_version(self, version: PolicyVersion) -> None:
-        """Name the version of the present weights."""
+    async def _meet(self, instructions: object) -> None:
         with _translated():
-            await self._engine.update_weight_version(str(version))
+            try:
+                await self._engine.collective_rpc("rollout_meet", args=(instructions,))
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                # the border of the engine's process, as above; a worker may have got through
+                reason = f"nothing was loaded, the engine did not reach the sender: {error}"
+                await self._engine.collective_rpc("rollout_part", args=(reason,))
+                raise ConnectionError(reason) from error
+
+    async def go_on(self) -> None:
+        """Let requests move again."""
+        with _translated():
+            await self._engine.resume_generation()
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Give up the memory of weights and caches. Only while requests are held."""
+        with _translated():
+            # level 1 keeps the weights on the host, level 2 gives them up
+            await self._engine.sleep(level=1 if keep_weights else 2, mode="keep")
+
+    async def wake(self, parts: Sequence[Part]) -> None:
+        """Take the memory of these parts back; once all are awake, requests go on."""
+        with _translated():
+            await self._engine.wake_up(list(parts))
+
+    async def used_memory(self) -> int:
+        """Bytes in use on the engine's devices together, by whomever."""
+        with _translated():
+            return sum(await self._engine.collective_rpc("rollout_used_memory"))
+
+    async def set_version(self, version: PolicyVersion) -> None:
+        """Name the version of the present weights; call it while no request moves."""
+        with _translated():
+            await self._requests.mark(version)
+            # from 0.28 on
+            if hasattr(self._engine, "update_weight_version"):
+                await self._engine.update_weight_version(str(version))
+
+    async def spread_seeds(self) -> None:
+        """Give each data-parallel engine a random stream of its own."""
+        with _translated():
+            await self._engine.collective_rpc("rollout_seed")
 
     async def settings(self) -> Mapping[str, Mapping[str, object]]:
-        """Plain values of the engine's resolved config, by part."""
+        """Plain values of each worker's resolved config, by part; further workers as part@rank."""
         with _translated():
-            (reported,) = await self._engine.collective_rpc("rollout_settings")
-        return _as_settings(reported)
+            reports = await self._engine.collective_rpc("rollout_settings")
+        parts = {
+            part if rank == 0 else f"{part}@{rank}": dict(values)
+            for rank, report in enumerate(reports)
+            for part, values in report.items()
+        }
+        parts["client"] = {"num_engines": len(self._engine.engine_core.engine_ranks_managed)}
+        return parts
 
     async def environment(self) -> Mapping[str, str]:
         """Variables that vLLM and OpenMP read, as the engine's process found them."""
         with _translated():
-            (found,) = await self._engine.collective_rpc("rollout_environment")
+            (found, *_) = await self._engine.collective_rpc("rollout_environment")
         return {str(name): str(value) for name, value in found.items()}
 
     def shutdown(self) -> None:
@@ -180,39 +251,3 @@ class VllmEngine:
         self._engine.shutdown()
         # vLLM closes its sockets, and leaves the context and its threads to the garbage collector
         self._engine.engine_core.resources.ctx.destroy(linger=0)
-
-
-def _as_settings(reported: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    return {str(part): dict(values) for part, values in reported.items()}
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    token_ids = tuple(output.token_ids)
-    logprobs = output.logprobs
-    if token_ids and not isinstance(logprobs, FlatLogprobs):
-        raise GenerationError(f"vLLM returned no logprobs for {len(token_ids)} tokens")
-    values = tuple(logprobs.logprobs) if isinstance(logprobs, FlatLogprobs) else ()
-    if len(values) != len(token_ids):
-        message = f"vLLM returned {len(values)} logprobs for {len(token_ids)} tokens"
-        raise GenerationError(message)
-    if not all(math.isfinite(value) for value in values):
-        place = next(i for i, value in enumerate(values) if not math.isfinite(value))
-        message = (
-            f"vLLM gave token {place} of {len(values)} the logprob {values[place]}; the weights "
-            "it was last given are probably not finite"
-        )
-        raise GenerationError(message)
-    reason = _FINISH_REASONS.get(output.finish_reason)
-    if reason is None:
-        raise GenerationError(f"vLLM ended a request for the reason {output.finish_reason!r}")
-    versions = [
-        PolicyVersion(int(span.version))
-        for span in output.weight_versions or ()
-        for _ in range(span.start, span.end)
-    ]
-    return Completion(
-        token_ids=token_ids,
-        rollout_logprobs=values,
-        policy_versions=tuple(versions),
-        finish_reason=reason,
-    )

@@ -2,27 +2,25 @@
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 
-from rollout_vllm.headers import TensorHeader, read_headers
-from rollout_vllm.weights_sender import PublishedWeights, file_checksum
+from rollout_vllm.headers import TensorHeader
+from rollout_vllm.publication import Publication
 
 _SHOWN = 5
 _TIED_HEAD = "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 
 def check_published(
-    published: PublishedWeights,
+    published: Publication,
     *,
     model: Mapping[str, TensorHeader],
     dtype: str,
     tied: bool,
 ) -> None:
-    """Check files, names and shapes.
+    """Check names and shapes, and files if there are any.
 
     Args:
-        published: what the trainer wrote.
+        published: what the trainer wrote or is ready to send.
         model: what the model's folder holds.
         dtype: type in which the sampler computes.
         tied: whether the head shares the embedding's weight; then it may be left out.
@@ -38,34 +36,16 @@ def check_published(
             f"publish with dtype={dtype!r}"
         )
         raise ValueError(message)
-    for file in published.files:
-        _check_file(published.folder / file.name, file.num_bytes, file.crc32, where)
-    sent = read_headers(published.paths())
+    sent = published.tensors()
     optional = {_TIED_HEAD} if tied else set()
     problems = [
         *_unknown_names(sent, model, optional),
         *_missing_names(sent, model, optional),
         *_wrong_shapes(sent, model),
-        *(_untied_heads(published) if tied and _TIED_HEAD in sent else []),
+        *(_different_heads(published) if tied and _TIED_HEAD in sent else []),
     ]
     if problems:
         message = f"{where} do not fit the model, nothing was loaded: " + "; ".join(problems)
-        raise ValueError(message)
-
-
-def _check_file(path: Path, num_bytes: int, crc32: int, where: str) -> None:
-    if not path.is_file():
-        message = (
-            f"{where}: {path} is not there; a publication is removed once it is loaded "
-            "(give keep=True if several samplers load it)"
-        )
-        raise ValueError(message)
-    found = (path.stat().st_size, file_checksum(path))
-    if found != (num_bytes, crc32):
-        message = (
-            f"{where}: {path} changed since it was written: expected {num_bytes} bytes with "
-            f"checksum {crc32:08x}, got {found[0]} with {found[1]:08x}"
-        )
         raise ValueError(message)
 
 
@@ -96,22 +76,11 @@ def _wrong_shapes(sent: Mapping[str, TensorHeader], model: Mapping[str, TensorHe
     return [*wrong[:_SHOWN], *([f"{rest} more of another shape"] if rest > 0 else [])]
 
 
-def _untied_heads(published: PublishedWeights) -> list[str]:
+def _different_heads(published: Publication) -> list[str]:
     """The head of a tied model may be sent, but the engine then uses the embedding for both."""
-    import torch  # noqa: PLC0415  (heavy; only here)
-    from safetensors import safe_open  # noqa: PLC0415
-
-    found: dict[str, torch.Tensor] = {}
-    for path in published.paths():
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
-                if name == _TIED_HEAD or name.endswith(_EMBEDDINGS):
-                    found[name] = file.get_tensor(name)
-    head = found.pop(_TIED_HEAD)
     return [
         f"the model ties {_TIED_HEAD!r} to {name!r}, and the two were sent with different values"
-        for name, embedding in found.items()
-        if not torch.equal(head, embedding)
+        for name in published.different_heads(_TIED_HEAD)
     ]
 
 

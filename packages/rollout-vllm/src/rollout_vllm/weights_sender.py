@@ -1,8 +1,8 @@
-"""The sending half of the shared-memory weight transfer; needs torch, and no vLLM.
+"""The sending half of weight transfer by files; needs torch, and no vLLM.
 
 ::
 
-    trainer                          shared memory                       engine process
+    trainer                          shared memory, or a disk            engine process
     publish_weights ── cast, write ──▶ <folder>/v7-1f3a.part/
                     ── rename ───────▶ <folder>/v7-1f3a/00000.safetensors ── load ──▶ model
                     └─ PublishedWeights (a few hundred bytes) ─▶ VllmSampler.load_published
@@ -13,7 +13,7 @@ A reader never sees a half-written folder: it gets its name when it is complete.
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,8 +21,10 @@ import attrs
 
 from rl_contracts.rollout import PolicyVersion
 from rollout_vllm.config import Dtype
+from rollout_vllm.headers import TensorHeader, read_headers
 
 _CHUNK_BYTES = 16 * 2**20
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 
 class TensorLike(Protocol):
@@ -49,13 +51,16 @@ class PublishedFile:
 
 @attrs.frozen(kw_only=True)
 class PublishedWeights:
-    """Where one version of the weights lies; small and picklable."""
+    """Where one version of the weights lies; small and picklable.
+
+    A `rollout_vllm.publication.Publication`.
+    """
 
     version: PolicyVersion
     """Optimizer steps behind these weights."""
 
     folder: Path
-    """Folder that holds the files, on this machine."""
+    """Folder that holds the files: in shared memory, or on a disk that the sampler sees too."""
 
     dtype: Dtype
     """Type that floating-point weights were cast to."""
@@ -72,9 +77,56 @@ class PublishedWeights:
         """Full paths of the files."""
         return tuple(self.folder / file.name for file in self.files)
 
+    def tensors(self) -> dict[str, TensorHeader]:
+        """Names and shapes of all weights.
+
+        Raises:
+            ValueError: if a file is not there, or is not what was written.
+        """
+        for file in self.files:
+            self._check_file(file)
+        return read_headers(self.paths())
+
+    def different_heads(self, tied_head: str) -> list[str]:
+        """Names of the embeddings to which a tied head that was sent too is not equal."""
+        import torch  # noqa: PLC0415  (heavy; only here)
+        from safetensors import safe_open  # noqa: PLC0415
+
+        found: dict[str, torch.Tensor] = {}
+        for path in self.paths():
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    if name == tied_head or name.endswith(_EMBEDDINGS):
+                        found[name] = file.get_tensor(name)
+        head = found.pop(tied_head)
+        return [name for name, embedding in found.items() if not torch.equal(head, embedding)]
+
+    def instructions(self) -> Mapping[str, object]:
+        """What the receiving half needs to know."""
+        return {"transport": "files", "paths": [str(path) for path in self.paths()]}
+
+    def refuse(self, reason: str) -> None:
+        """Nobody waits: the files stay."""
+
     def remove(self) -> None:
-        """Free the shared memory. Removing twice is allowed."""
+        """Free the memory or the disk. Removing twice is allowed."""
         shutil.rmtree(self.folder, ignore_errors=not self.folder.exists())
+
+    def _check_file(self, file: PublishedFile) -> None:
+        where, path = f"weights of version {self.version}", self.folder / file.name
+        if not path.is_file():
+            message = (
+                f"{where}: {path} is not there; a publication is removed once it is loaded "
+                "(give keep=True if several samplers load it)"
+            )
+            raise ValueError(message)
+        found = (path.stat().st_size, file_checksum(path))
+        if found != (file.num_bytes, file.crc32):
+            message = (
+                f"{where}: {path} changed since it was written: expected {file.num_bytes} bytes "
+                f"with checksum {file.crc32:08x}, got {found[0]} with {found[1]:08x}"
+            )
+            raise ValueError(message)
 
 
 def publish_weights(
@@ -91,8 +143,9 @@ def publish_weights(
         weights: names of the checkpoint and whole tensors; read once, on every rank that runs
             the iterator, so only one rank should publish what it yields.
         version: optimizer steps behind the weights.
-        folder: where publications go, best under ``/dev/shm``; made if it is not there. It stays
-            the caller's: remove it when the run ends.
+        folder: where publications go, best under ``/dev/shm``, or on a disk that the sampler's
+            machine sees too; made if it is not there. It stays the caller's: remove it when the
+            run ends.
         dtype: the sampler's type; floating-point weights are cast to it.
         bucket_bytes: a file is closed when it has reached this size, which bounds the memory
             that is needed beside the files.

@@ -5,7 +5,7 @@ weights it loaded behind and assumes nothing of those it finds.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +64,21 @@ def _assert_logprobs(
     )
 
 
+def _assert_logprobs_by_version(
+    under_test: SamplerUnderTest, completion: Completion, seeds: Mapping[PolicyVersion, int]
+) -> None:
+    expected = {
+        version: under_test.logprobs(seed, under_test.prompt_ids, completion.token_ids, 1.0)
+        for version, seed in seeds.items()
+    }
+    for place, version in enumerate(completion.policy_versions):
+        difference = abs(completion.rollout_logprobs[place] - expected[version][place])
+        assert difference <= under_test.tolerance, (
+            f"token {place} is said to be of version {version}, whose logprob differs by "
+            f"{difference} nats"
+        )
+
+
 async def check_logprobs_are_the_policys(under_test: SamplerUnderTest) -> None:
     """Logprobs are those of the distribution that the tokens were drawn from."""
     await _load(under_test, 1)
@@ -90,8 +105,11 @@ async def check_new_weights_are_used_at_once(under_test: SamplerUnderTest) -> No
 
 
 async def check_versions_rise_through_an_update(under_test: SamplerUnderTest) -> None:
-    """Requests that run through an update say which tokens came from which weights."""
-    first = await _load(under_test, 1)
+    """Requests that run through an update say which tokens came from which weights.
+
+    Each token keeps the logprob of the weights that drew it, given the whole prefix.
+    """
+    seeds = {await _load(under_test, 1): 1}
     running = [
         asyncio.ensure_future(
             under_test.sampler.sample(under_test.prompt_ids, num_samples=2, params=_params())
@@ -99,10 +117,11 @@ async def check_versions_rise_through_an_update(under_test: SamplerUnderTest) ->
         for _ in range(4)
     ]
     await asyncio.sleep(0)
-    second = await _load(under_test, 2)
+    seeds[await _load(under_test, 2)] = 2
     for completions in await asyncio.gather(*running):
         for completion in completions:
-            assert set(completion.policy_versions) <= {first, second}
+            assert set(completion.policy_versions) <= set(seeds)
+            _assert_logprobs_by_version(under_test, completion, seeds)
 
 
 async def check_greedy_repeats_itself(under_test: SamplerUnderTest) -> None:

@@ -1,0 +1,116 @@
+"""Device memory given away for a while, and taken back: for a sampler on the same device.
+
+Tensors stay the objects that they are: only the memory behind them goes and comes back, so that
+whoever holds a view of it (FSDP2's flat shards, an optimizer's moments) need not be told.
+"""
+
+from collections.abc import Iterable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from engine_fsdp.config import FsdpConfig
+from engine_fsdp.sharding import local
+
+
+@final
+class Parked:
+    """Copies in host memory of what some tensors held, whose own memory is free meanwhile."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Copy and free; tensors that share memory are copied once.
+
+        Args:
+            tensors: all that view the memory that is to be freed may go on viewing it, but nobody
+                may read them until `restore`.
+        """
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (local(tensor.detach()).untyped_storage() for tensor in tensors)
+            if storage.nbytes()
+        }
+        self._device_storages = tuple(storages.values())
+        self._copies = tuple(_host_copy(storage) for storage in self._device_storages)
+        self._synchronize()
+        for storage in self._device_storages:
+            storage.resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(copy.nbytes for copy in self._copies)
+
+    def restore(self) -> None:
+        """Take the memory back and fill it. Once."""
+        for storage, copy in zip(self._device_storages, self._copies, strict=True):
+            storage.resize_(copy.nbytes)
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+        self._synchronize()  # the copies may go when this returns
+        self._copies = ()
+
+    def _synchronize(self) -> None:
+        for device in {storage.device for storage in self._device_storages}:
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
+
+
+def _host_copy(storage: torch.UntypedStorage) -> Tensor:
+    is_device = storage.device.type != "cpu"
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_device)
+    return copy.copy_(_bytes_of(storage), non_blocking=True)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def park(tensors: Iterable[Tensor], device: torch.device) -> Parked:
+    """Free the memory of these tensors, for other processes too."""
+    parked = Parked(tensors)
+    torch.get_device_module(device).empty_cache()
+    return parked
+
+
+def unpark(method: str, parked: Parked | None) -> None:
+    """Take it back.
+
+    Raises:
+        RuntimeError: if there is nothing to take back.
+    """
+    if parked is None:
+        message = f"{method}: the weights are on the device; to_host moves them away"
+        raise RuntimeError(message)
+    parked.restore()
+
+
+def require_parkable(
+    method: str, parked: Parked | None, device: torch.device, config: FsdpConfig
+) -> None:
+    """Refuse where there is nothing to move.
+
+    Raises:
+        RuntimeError: if it was moved already.
+        ValueError: if weights are kept in host memory in any case.
+    """
+    if parked is not None:
+        message = f"{method}: the weights are in host memory already; call to_device first"
+        raise RuntimeError(message)
+    if device.type == "cpu" or config.offload != "none":
+        why = f"the device is {device}" if device.type == "cpu" else f"offload = {config.offload!r}"
+        message = (
+            f"{method}: the weights are kept in host memory in any case, since {why}: there is no "
+            "device memory to free; leave the call out"
+        )
+        raise ValueError(message)
+
+
+def require_on_device(method: str, parked: Parked | None) -> None:
+    """Refuse to compute with weights that are not there.
+
+    Raises:
+        RuntimeError: if they are in host memory.
+    """
+    if parked is not None:
+        message = f"{method}: the weights are in host memory; call to_device first"
+        raise RuntimeError(message)

@@ -1,0 +1,474 @@
+"""Several samplers as one: requests are spread, the dead are replaced, versions change together.
+
+::
+
+    sample ─▶ the replica that knows the prompt's beginning and has room ─▶ completions
+              │ it died: the same prompt goes to another one
+              ▼
+    serving ── died, or no answer ──▶ down ── start ──▶ starting ── load the present version ─┐
+       ▲                                                                                      │
+       └──────────────────────────────────────────────────────────────────────────────────────┘
+
+    load_published: every replica checks ── one says no ──▶ ValueError, none was touched
+                    every replica loads  ── one breaks ──▶ it is replaced, the others go on
+                    meanwhile no new request starts, so none meets two versions by chance
+
+Knows neither processes nor Ray: it is given a function that starts replica number i. What that
+returns may be a `VllmSampler` of this process, or a handle of one in an actor on another machine.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, final
+
+import attrs
+
+from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
+from rollout_vllm.config import Dtype, VllmConfig
+from rollout_vllm.engine import InFlight
+from rollout_vllm.errors import RolloutError, SamplerClosedError, WeightUpdateError
+from rollout_vllm.gathered import gathered
+from rollout_vllm.publication import Publication
+from rollout_vllm.replica_choice import MOST_ABOVE_MEAN, choose_replica
+from rollout_vllm.weights_sender import PublishedWeights, TensorLike, publish_weights
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (memory, under a fresh private folder)
+
+
+class ReplicaLostError(RolloutError):
+    """A replica's process is gone or does not answer; what a handle of one raises then."""
+
+
+class Replica(Protocol):
+    """One sampler; `VllmSampler` is one.
+
+    Every method but `close` raises `ReplicaLostError` or `SamplerClosedError` if it is gone.
+    """
+
+    async def sample(
+        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+    ) -> list[Completion]:
+        """As `VllmSampler.sample`."""
+
+    async def check_published(self, published: Publication) -> None:
+        """As `VllmSampler.check_published`."""
+
+    async def load_published(
+        self, published: Publication, *, keep: bool, in_flight: InFlight
+    ) -> None:
+        """As `VllmSampler.load_published`."""
+
+    async def ping(self) -> PolicyVersion:
+        """The version of its weights, if its engine is alive."""
+
+    async def close(self) -> None:
+        """End it, in whatever state it is."""
+
+
+@attrs.frozen(kw_only=True)
+class ReplicaSetConfig:
+    """How many replicas, and when one counts as dead."""
+
+    num_replicas: int = attrs.field(validator=attrs.validators.ge(1))
+    """Samplers that serve together."""
+
+    health_interval_s: float = attrs.field(default=5.0, validator=attrs.validators.gt(0.0))
+    """Seconds between two questions whether a replica is alive. Default: small beside the 20 to
+    60 s that starting another one takes."""
+
+    health_timeout_s: float = attrs.field(default=60.0, validator=attrs.validators.gt(0.0))
+    """Longest wait for the answer, in seconds. Default: longer than a weight update holds an
+    engine."""
+
+    start_timeout_s: float = attrs.field(default=900.0, validator=attrs.validators.gt(0.0))
+    """Longest start of a replica, in seconds. Default: compiling a large model fits in."""
+
+    update_timeout_s: float = attrs.field(default=900.0, validator=attrs.validators.gt(0.0))
+    """Longest weight update of a replica, in seconds. Default: above the 600 s that a sampler
+    gives itself (`VllmConfig.weight_update_timeout_s`)."""
+
+    max_failed_starts: int = attrs.field(default=3, validator=attrs.validators.ge(1))
+    """Failed starts in a row of one replica, after which the set gives up."""
+
+    most_above_mean: float = attrs.field(
+        default=MOST_ABOVE_MEAN, validator=attrs.validators.gt(1.0)
+    )
+    """Largest share of one replica's running samples, in means. Default: the prefix cache is used
+    where it costs a quarter more load at most."""
+
+
+def replica_config(config: VllmConfig, number: int) -> VllmConfig:
+    """The config of replica `number`: with a seed of its own, the same after every restart.
+
+    Replicas with one seed draw the same tokens for the same prompt (verl issue 5179).
+    """
+    return attrs.evolve(config, seed=zlib.crc32(f"{config.seed}/{number}".encode()))
+
+
+class _Slot:
+    """The place of one replica."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.replica: Replica | None = None
+        self.running = 0
+        self.lost = asyncio.Event()
+
+
+@final
+class ReplicaSet:
+    """Several samplers as one `Sampler` and `WeightSink`. Made with `ReplicaSet.start`."""
+
+    def __init__(
+        self,
+        start_replica: Callable[[int], Awaitable[Replica]],
+        config: ReplicaSetConfig,
+        *,
+        policy_version: PolicyVersion,
+        dtype: Dtype,
+    ) -> None:
+        self._start_replica = start_replica
+        self._config = config
+        self._policy_version = policy_version
+        self._dtype: Dtype = dtype
+        self._slots = [_Slot(number) for number in range(config.num_replicas)]
+        self._current: PublishedWeights | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="rollout-vllm-", dir=_SHARED_MEMORY))
+        self._versions = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._updating = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed: SamplerClosedError | None = None
+        self.num_restarts = 0
+        """Replicas that were replaced."""
+
+    @classmethod
+    async def start(
+        cls,
+        start_replica: Callable[[int], Awaitable[Replica]],
+        config: ReplicaSetConfig,
+        *,
+        policy_version: PolicyVersion,
+        dtype: Dtype,
+    ) -> Self:
+        """Start all replicas at once, and wait for them.
+
+        Args:
+            start_replica: starts replica number i; called again when it has died. It must start
+                with the weights of `policy_version` every time, and best with `replica_config`.
+            config: how many, and when one counts as dead.
+            policy_version: optimizer steps behind the weights that a replica starts with.
+            dtype: type in which the replicas compute.
+
+        Raises:
+            Exception: whatever `start_replica` raised; the others have been closed.
+            TimeoutError: if a replica does not start in time.
+        """
+        replicas = cls(start_replica, config, policy_version=policy_version, dtype=dtype)
+        try:
+            await gathered(replicas._fill(slot) for slot in replicas._slots)
+        except BaseException:
+            await replicas.close()
+            raise
+        replicas._background(replicas._watch())
+        return replicas
+
+    async def __aenter__(self) -> Self:
+        """The set itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        await self.close()
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """Version of the weights that the next token will be drawn from."""
+        return self._policy_version
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that answer now."""
+        return len(self._serving())
+
+    async def until_all_serve(self) -> None:
+        """Wait until every replica answers.
+
+        Raises:
+            SamplerClosedError: if the set is or gets closed, or has given up.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._closed is not None or self.num_serving == len(self._slots)
+            )
+        self._check_open()
+
+    async def sample(
+        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+    ) -> list[Completion]:
+        """Draw `num_samples` completions of one prompt, as `VllmSampler.sample`.
+
+        If the replica dies meanwhile, another one draws them all again.
+
+        Raises:
+            ValueError: as `VllmSampler.sample`.
+            GenerationError: as `VllmSampler.sample`.
+            SamplerClosedError: if the set is or gets closed, or has given up.
+        """
+        while True:
+            slot, replica, lost = await self._choose(prompt_ids, num_samples)
+            slot.running += num_samples
+            drawing = asyncio.ensure_future(
+                replica.sample(prompt_ids, num_samples=num_samples, params=params)
+            )
+            gone = asyncio.ensure_future(lost.wait())
+            try:
+                await asyncio.wait({drawing, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if drawing.done():
+                    return drawing.result()
+            except (ReplicaLostError, SamplerClosedError):
+                self._lose(slot, replica)
+            finally:
+                slot.running -= num_samples
+                drawing.cancel()
+                gone.cancel()
+
+    async def load_weights(
+        self,
+        weights: Iterable[tuple[str, TensorLike]],
+        *,
+        version: PolicyVersion,
+        in_flight: InFlight = "keep",
+    ) -> None:
+        """Take new weights from this process: publishes files of them, then `load_published`.
+
+        The files stay in shared memory until the next version is there: a replica that dies is
+        brought to them. So replicas on other machines need `load_published`, and a disk.
+
+        Raises:
+            ValueError: as `load_published`.
+            TypeError: if something is not a tensor.
+            WeightUpdateError: as `load_published`.
+            SamplerClosedError: as `load_published`.
+        """
+        published = publish_weights(
+            weights, version=version, folder=self._folder, dtype=self._dtype
+        )
+        try:
+            await self.load_published(published, in_flight=in_flight)
+        except BaseException:
+            published.remove()
+            raise
+
+    async def load_published(
+        self, published: PublishedWeights, *, in_flight: InFlight = "keep"
+    ) -> None:
+        """Bring every replica to new weights, or none.
+
+        New requests wait meanwhile. The files belong to the set from now on: it removes them when
+        the next version is there, or when it closes.
+
+        Args:
+            published: files that every replica sees.
+            in_flight: what becomes of running requests, see `rollout_vllm.in_flight`.
+
+        Raises:
+            ValueError: if one replica refuses them; none was touched.
+            WeightUpdateError: if no replica could load them; those that broke are replaced by ones
+                with the weights before.
+            SamplerClosedError: if the set is closed.
+        """
+        async with self._versions:
+            self._check_open()
+            self._updating = True
+            try:
+                serving = self._serving()
+                await self._everywhere(
+                    serving, lambda replica: replica.check_published(published), lost_on=()
+                )
+                # from here on a replica either has the new weights or is replaced
+                loaded = await self._everywhere(
+                    self._serving(),
+                    lambda replica: replica.load_published(
+                        published, keep=True, in_flight=in_flight
+                    ),
+                    lost_on=(ValueError, RolloutError),
+                )
+                if not loaded:
+                    raise WeightUpdateError(
+                        f"load_published: none of the {len(serving)} replicas that served could "
+                        f"load version {published.version}"
+                    )
+                before, self._current = self._current, published
+                self._policy_version = published.version
+            finally:
+                self._updating = False
+                await self._notify()
+        if before is not None and before.folder != published.folder:
+            before.remove()
+
+    async def close(self) -> None:
+        """End all replicas and remove the files; may be called twice."""
+        if self._closed is None:
+            self._closed = SamplerClosedError("the replica set was closed")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._notify()
+        replicas = [slot.replica for slot in self._slots if slot.replica is not None]
+        for slot in self._slots:
+            slot.replica = None
+            slot.lost.set()
+        await asyncio.gather(*(replica.close() for replica in replicas))
+        if self._current is not None:
+            self._current.remove()
+        shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
+
+    def _serving(self) -> list[tuple[_Slot, Replica]]:
+        return [(slot, slot.replica) for slot in self._slots if slot.replica is not None]
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise SamplerClosedError(str(self._closed)) from self._closed
+
+    async def _choose(
+        self, prompt_ids: Sequence[int], num_samples: int
+    ) -> tuple[_Slot, Replica, asyncio.Event]:
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._closed is not None or (self._serving() and not self._updating)
+            )
+        self._check_open()
+        serving = {slot.number: (slot, replica) for slot, replica in self._serving()}
+        number = choose_replica(
+            prompt_ids,
+            {number: slot.running for number, (slot, _) in serving.items()},
+            num_samples=num_samples,
+            most_above_mean=self._config.most_above_mean,
+        )
+        slot, replica = serving[number]
+        return slot, replica, slot.lost
+
+    async def _everywhere(
+        self,
+        serving: Sequence[tuple[_Slot, Replica]],
+        act: Callable[[Replica], Awaitable[None]],
+        *,
+        lost_on: tuple[type[Exception], ...],
+    ) -> list[_Slot]:
+        """Do it on all at once; those that are lost are replaced, and the others returned."""
+        limit = self._config.update_timeout_s
+        lost: tuple[type[Exception], ...] = (
+            ReplicaLostError,
+            SamplerClosedError,
+            TimeoutError,
+            *lost_on,
+        )
+
+        async def one(slot: _Slot, replica: Replica) -> bool:
+            try:
+                async with asyncio.timeout(limit):
+                    await act(replica)
+            except lost:
+                self._lose(slot, replica)
+                return False
+            return True
+
+        results = await asyncio.gather(
+            *(one(slot, replica) for slot, replica in serving), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [slot for (slot, _), done in zip(serving, results, strict=True) if done]
+
+    def _lose(self, slot: _Slot, replica: Replica) -> None:
+        """A replica is gone: let its requests go elsewhere, and start another one."""
+        if slot.replica is not replica or self._closed is not None:
+            return  # somebody else has seen it
+        slot.replica = None
+        slot.lost.set()
+        self.num_restarts += 1
+        self._background(self._replace(slot, replica))
+
+    async def _replace(self, slot: _Slot, replica: Replica) -> None:
+        with contextlib.suppress(RolloutError):  # it may be half dead
+            await replica.close()
+        for attempt in range(1, self._config.max_failed_starts + 1):
+            try:
+                await self._fill(slot)
+            except (RolloutError, ValueError, TimeoutError) as error:
+                if attempt < self._config.max_failed_starts:
+                    continue
+                self._closed = SamplerClosedError(
+                    f"replica {slot.number} did not start {attempt} times in a row "
+                    f"(ReplicaSetConfig.max_failed_starts), last: {error}"
+                )
+                self._closed.__cause__ = error
+            break
+        await self._notify()
+
+    async def _fill(self, slot: _Slot) -> None:
+        """Start a replica, bring it to the present version, and only then let it serve."""
+        limit = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                replica = await self._start_replica(slot.number)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"replica {slot.number} did not start within {limit:g} s "
+                "(ReplicaSetConfig.start_timeout_s)"
+            ) from error
+        try:
+            async with self._versions:
+                if self._current is not None:
+                    async with asyncio.timeout(self._config.update_timeout_s):
+                        await replica.load_published(self._current, keep=True, in_flight="keep")
+                self._check_present(slot, await replica.ping())
+                slot.lost = asyncio.Event()
+                slot.replica = replica
+        except BaseException:
+            await replica.close()
+            raise
+        await self._notify()
+
+    def _check_present(self, slot: _Slot, found: PolicyVersion) -> None:
+        if found != self._policy_version:
+            raise ReplicaLostError(
+                f"replica {slot.number} started with version {found} of the weights, "
+                f"expected {self._policy_version}"
+            )
+
+    async def _watch(self) -> None:
+        """Ask every replica again and again whether it is alive."""
+        while True:
+            await asyncio.sleep(self._config.health_interval_s)
+            await asyncio.gather(*(self._ask(slot, replica) for slot, replica in self._serving()))
+
+    async def _ask(self, slot: _Slot, replica: Replica) -> None:
+        try:
+            async with asyncio.timeout(self._config.health_timeout_s):
+                await replica.ping()
+        except (ReplicaLostError, SamplerClosedError, TimeoutError):
+            self._lose(slot, replica)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
