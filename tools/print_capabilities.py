@@ -23,8 +23,9 @@ Printed by `tools/print_capabilities.py`, which asks the packages: each row cons
 configuration, and what is refused is refused in these words before anything starts.
 What has no row does not exist yet, and has no setting either.
 
-All of it runs on CPUs, where the tests run it.
-On GPUs and NPUs nothing has been trained or sampled with yet: engines and sampler refuse them.
+The rows were asked for a CPU, where the tests run them.
+On NVIDIA GPUs engines and sampler have run too, each by itself, with what their READMEs name (torch
+2.11, vLLM 0.25.1); what a GPU alone can do is refused here in words that say so. NPUs are refused.
 
 | part | feature | |
 | --- | --- | --- |
