@@ -27,6 +27,7 @@ from rollout_vllm import (
     VllmSampler,
     publish_weights,
 )
+from rollout_vllm.in_flight import ResumingEngine
 from rollout_vllm.torch_headers import tensor_headers
 from rollout_vllm.vllm_engine import VllmEngine
 from rollout_vllm.weights_stream import Carriage, StreamReport, WeightStream
@@ -353,8 +354,10 @@ def test_cancelling_frees_the_places(tied: Running) -> None:
         assert tied.sampler.num_running == 0
         greedy = SamplingParams(max_new_tokens=2, temperature=0.0)
         (completion,) = await tied.sampler.sample(PROMPT, num_samples=1, params=greedy)
-        assert isinstance(tied.sampler._engine, VllmEngine)
-        assert tied.sampler._engine._engine.get_num_unfinished_requests() == 0
+        resuming = tied.sampler._engine
+        assert isinstance(resuming, ResumingEngine)
+        assert isinstance(resuming._engine, VllmEngine)
+        assert resuming._engine._engine.get_num_unfinished_requests() == 0
         return completion
 
     assert tied.runner.run(cancel_and_sample()).token_ids
