@@ -1,9 +1,11 @@
 """Mathematical answers: 108 pairs with right answers, hostile ones, threads and conventions."""
 
+import importlib
 import json
 import threading
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,3 +126,18 @@ def test_an_endless_answer_is_not_read() -> None:
     """3000 characters are no answer that a data set has; they score 0 and say why."""
     assert graded(rf"\boxed{{{'1+' * 1500}1}}", "1501") == (0.0, "answer_too_long")
     assert graded("I do not know.", "1") == (0.0, "no_answer")
+
+
+def test_no_answer_reaches_sympys_evaluating_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A35: math-verify's reader of plain expressions may evaluate the text; it is never asked."""
+    math_verify = importlib.import_module("math_verify")
+    real, readers = math_verify.parse, []
+
+    def parse(text: str, **settings: Any) -> object:  # noqa: ANN401
+        readers.append([type(reader).__name__ for reader in settings["extraction_config"]])
+        return real(text, **settings)
+
+    monkeypatch.setattr(math_verify, "parse", parse)
+    for answer in ("x+1", "(2)*(x)", "__import__('os').getcwd()"):
+        answers_are_equal(answer, r"\sqrt{2}", percent="either", needs_algebra=True)
+    assert readers == [["LatexExtractionConfig"]] * 6

@@ -12,7 +12,8 @@ Numbers are compared exactly in this process's own arithmetic. The rest is parse
   compared as text.
 
 It may run for very long or use all memory on a hostile answer; call it in a process of its own.
-Nothing that a model wrote is evaluated: math-verify's parser is a grammar.
+Nothing that a model wrote is evaluated: of math-verify's readers only that of LaTeX is used, which
+is a grammar.
 """
 
 import re
@@ -134,9 +135,12 @@ def _is_complex_or_number(text: str) -> bool:
 def _parsed(text: str, *, complex_numbers: bool) -> list[object]:
     """What math-verify reads; its last entry is the text itself, which compares as text."""
     import sympy  # noqa: PLC0415
-    from math_verify import parse  # noqa: PLC0415
+    from math_verify import LatexExtractionConfig, parse  # noqa: PLC0415
 
-    found: list[object] = parse(f"${text}$", parsing_timeout=None)
+    # Its reader of plain expressions hands the text to sympy's parse_expr, which evaluates it.
+    found: list[object] = parse(
+        f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None
+    )
     if complex_numbers:
         found = [
             entry.subs({s: sympy.I for s in entry.free_symbols if s.name == "i"})
