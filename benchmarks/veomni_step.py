@@ -271,8 +271,8 @@ def profile(work: Callable[[], object], device: torch.device) -> None:
 
 def unstreamed(engine: VeomniEngine) -> None:
     """Gather each stack of experts at once, as other engines do, and take it apart."""
-    group = engine._state.ep_group  # noqa: SLF001
-    for parameter in engine._model.parameters():  # noqa: SLF001
+    group = engine._policy.state.ep_group  # noqa: SLF001
+    for parameter in engine._policy.model.parameters():  # noqa: SLF001
         whole = cast("DTensor", parameter.detach().to(torch.bfloat16)).full_tensor()
         if group is not None and whole.ndim == 3:  # noqa: PLR2004 - a stack
             shares = [torch.empty_like(whole) for _ in range(group.size())]
@@ -284,10 +284,10 @@ def gathered(engine: VeomniEngine) -> None:
     """The gather of an export alone: whole stacks, not yet one tensor per expert."""
     stacks = [
         (name, parameter)
-        for name, parameter in engine._model.named_parameters()  # noqa: SLF001
+        for name, parameter in engine._policy.model.named_parameters()  # noqa: SLF001
         if parameter.ndim == 3  # noqa: PLR2004 - a stack
     ]
-    group, max_bytes = engine._state.ep_group, engine.config.export_max_bytes  # noqa: SLF001
+    group, max_bytes = engine._policy.state.ep_group, engine.config.export_max_bytes  # noqa: SLF001
     for _, whole in gather_full(stacks, group, max_bytes, dtype=torch.bfloat16):
         del whole
 

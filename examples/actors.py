@@ -1,6 +1,7 @@
 """The two Ray actors of an example: a trainer rank and a sampler. Wiring, no algorithm."""
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import time
@@ -8,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, final
+
+from torch import Tensor
 
 from async_policy import Actor
 from device_env import snapshot
@@ -30,8 +33,19 @@ class Engine(TrainEngine, Checkpointable, PretrainedExporter, Protocol):
 Dtype = Literal["bfloat16", "float16", "float32"]
 """What a sampler may take weights in."""
 
+
+class Scorer(Protocol):
+    """A frozen policy; `FsdpScorer` and `VeomniScorer` both fit."""
+
+    def logprobs(self, micro_batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Log-probabilities of the given tokens, one tensor per micro-batch."""
+
+
 MakeEngine = Callable[[int, int, str], Engine]
 """(rank, number of ranks, where they meet) to an engine; runs in the rank's own process."""
+
+MakeReference = Callable[[], Scorer]
+"""Makes the reference policy of a rank, in the rank's process, after its engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +62,17 @@ class TrainerRank:
     """One rank of the trainer; Ray runs it in a process of its own."""
 
     def __init__(
-        self, make_engine: MakeEngine, *, rank: int, num_ranks: int, meeting_point: str
+        self,
+        make_engine: MakeEngine,
+        make_reference: MakeReference | None,
+        *,
+        rank: int,
+        num_ranks: int,
+        meeting_point: str,
     ) -> None:
         self._rank = rank
         self._engine = make_engine(rank, num_ranks, meeting_point)
+        self._reference = None if make_reference is None else make_reference()
 
     def environment(self) -> dict[str, str]:
         """The variables that this process sees, for the run folder."""
@@ -63,6 +84,17 @@ class TrainerRank:
         metrics = self._engine.forward_backward(micro_batches, loss_fn)
         step = self._engine.optim_step()
         return TrainResult(step=step, metrics=metrics, seconds=time.monotonic() - begin)
+
+    def with_ref_logprobs(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
+        """The same micro-batches with the reference's logprobs of their tokens."""
+        if self._reference is None:
+            raise RuntimeError("expected a reference policy; give the job one: make_reference")
+        return [
+            dataclasses.replace(batch, ref_logprobs=logprobs.cpu())
+            for batch, logprobs in zip(
+                micro_batches, self._reference.logprobs(micro_batches), strict=True
+            )
+        ]
 
     def publish(self, folder: Path, dtype: Dtype) -> PublishedWeights | None:
         """Put the weights where the sampler finds them; rank 0 writes, the others take part."""
@@ -92,21 +124,41 @@ class TrainerRank:
 class Trainer:
     """All ranks of the trainer, called together."""
 
-    def __init__(self, ranks: Sequence[Actor[TrainerRank]], *, weights_folder: Path) -> None:
+    def __init__(
+        self, ranks: Sequence[Actor[TrainerRank]], *, weights_folder: Path, ulysses_size: int
+    ) -> None:
         self.ranks = tuple(ranks)
+        self.ulysses_size = ulysses_size
         self._weights_folder = weights_folder
+
+    @property
+    def num_shares(self) -> int:
+        """Parts that a batch is dealt into: neighbours that share every sequence get the same."""
+        return len(self.ranks) // self.ulysses_size
 
     async def train(
         self, shares: Sequence[list[PackedBatch]], loss_fn: LossFn[PackedBatch]
     ) -> TrainResult:
-        """One optimizer step; `shares` holds each rank's micro-batches."""
+        """One optimizer step; see `num_shares`."""
         results = await asyncio.gather(
             *(
-                rank.call(TrainerRank.train, share, loss_fn)
-                for rank, share in zip(self.ranks, shares, strict=True)
+                rank.call(TrainerRank.train, shares[index // self.ulysses_size], loss_fn)
+                for index, rank in enumerate(self.ranks)
             )
         )
         return results[0]
+
+    async def with_ref_logprobs(
+        self, shares: Sequence[list[PackedBatch]]
+    ) -> list[list[PackedBatch]]:
+        """The same shares with the logprobs of the model that the run began with."""
+        scored = await asyncio.gather(
+            *(
+                rank.call(TrainerRank.with_ref_logprobs, shares[index // self.ulysses_size])
+                for index, rank in enumerate(self.ranks)
+            )
+        )
+        return scored[:: self.ulysses_size]
 
     async def publish(self, dtype: Dtype) -> PublishedWeights:
         """Put the present weights where a sampler finds them."""

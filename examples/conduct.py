@@ -15,12 +15,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import attrs
 import transformers
-from actors import MakeEngine, SamplerActor, Trainer, TrainerRank
-from grpo import Group, LoopConfig, Task, sample_group, sampling_seed, train
+from actors import MakeEngine, MakeReference, SamplerActor, Trainer, TrainerRank
+from grpo import Group, LoopConfig, Run, Task, sample_group, sampling_seed
 from rich.console import Console
 from run_folder import RunFolder
 
@@ -36,6 +36,7 @@ from async_policy import (
     write_json,
 )
 from device_env import Device, worker_environment
+from parallel_state import ParallelState
 from rl_contracts import PolicyVersion, SamplingParams
 from rl_metrics import (
     CompletionPair,
@@ -75,6 +76,30 @@ class RunSettings:
     """Cores that each trainer rank computes on; none: this process's, shared among the ranks."""
 
 
+OverlongPrompts = Literal["error", "drop"]
+"""What becomes of a prompt that is too long: none is ever cut."""
+
+TrainLoop = Callable[[Run], Awaitable[None]]
+"""Runs from the scheduler's present step to its last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problems:
+    """What a run learns from, and what it is measured on."""
+
+    train: Sequence[Problem]
+    """Problems to train on."""
+
+    heldout: Sequence[Problem]
+    """Problems that are never trained on."""
+
+    rewards: Mapping[str, Reward]
+    """How answers are rewarded, by the problems' data source."""
+
+    overlong: OverlongPrompts = "error"
+    """What becomes of a prompt that leaves no room for a completion."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """An example's choices, put together from its configuration without loading anything."""
@@ -85,14 +110,20 @@ class Job:
     title: str
     """Heads the report."""
 
-    num_ranks: int
-    """Trainer processes."""
+    parallel: ParallelState
+    """The trainer's ranks."""
 
     make_engine: MakeEngine
     """Makes a rank's engine in its own process."""
 
-    engine_config: attrs.AttrsInstance
-    """The engine's configuration, for the record."""
+    make_reference: MakeReference | None = None
+    """Makes a rank's part of the reference policy; none where no loss has a KL term."""
+
+    loop: TrainLoop
+    """What happens in a step."""
+
+    engine_config: attrs.AttrsInstance | None
+    """The engine's configuration, for the record; none where that of the run holds it."""
 
     sampler: VllmConfig
     """The sampler's configuration."""
@@ -100,14 +131,11 @@ class Job:
     prepare_model: Callable[[], Path]
     """Makes sure that the model to begin with is there; returns its folder."""
 
-    train: Sequence[Problem]
-    """Problems to train on."""
+    problems: Callable[[], Problems]
+    """Reads or makes the problems."""
 
-    heldout: Sequence[Problem]
-    """Problems that are never trained on."""
-
-    rewards: Mapping[str, Reward]
-    """How answers are rewarded, by the problems' data source."""
+    needs: Sequence[Path] = ()
+    """Files that must be there before anything starts."""
 
     try_next: Sequence[str]
     """Command lines that the user may want to run after this."""
@@ -126,13 +154,25 @@ def prepare(job: Job, loop: LoopConfig, console: Console) -> Task:
         raise ValueError(f"expected a Hugging Face folder with config.json, got {model}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     max_prompt_tokens = job.sampler.max_model_len - loop.max_new_tokens
+    problems = job.problems()
     encode = functools.partial(
-        encode_problems, tokenizer, max_prompt_tokens=max_prompt_tokens, overlong="error"
+        encode_problems,
+        tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        overlong=problems.overlong,
     )
+    train, heldout = encode(problems.train), encode(problems.heldout)
+    for name, encoded in (("training", train), ("held-out", heldout)):
+        if encoded.num_overlong:
+            console.print(
+                f"{encoded.num_overlong} {name} problems left out: prompts of more than "
+                f"{max_prompt_tokens} tokens",
+                highlight=False,
+            )
     return Task(
-        train=encode(job.train).problems,
-        heldout=encode(job.heldout).problems,
-        rewards=job.rewards,
+        train=train.problems,
+        heldout=heldout.problems,
+        rewards=problems.rewards,
         tokenizer=tokenizer,
     )
 
@@ -152,7 +192,7 @@ def identity(job: Job, loop: LoopConfig, task: Task) -> dict[str, JsonValue]:
             + (model / "config.json").read_bytes(),
             digest_size=8,
         ).hexdigest(),
-        "trainer ranks": job.num_ranks,
+        "trainer ranks": job.parallel.world_size,
     }
 
 
@@ -189,7 +229,7 @@ def conduct(
     """Run or go on with a job; False if Ctrl-C ended it before its last step."""
     console.print(f"run folder  {folder.path}", highlight=False, markup=False)
     cores = len(os.sched_getaffinity(0))
-    threads = settings.trainer_threads or max(1, cores // job.num_ranks)
+    threads = settings.trainer_threads or max(1, cores // job.parallel.world_size)
     environment = {
         **worker_environment(device, num_threads=threads),
         # All ranks are on this machine; gloo would else listen on the network card's address.
@@ -197,7 +237,7 @@ def conduct(
     }
     weights = Path(tempfile.mkdtemp(prefix="rl-weights-", dir=shared_memory()))
     with local_cluster(
-        num_cpus=job.num_ranks + 1,
+        num_cpus=job.parallel.world_size + 1,
         environment=environment,
         keep_logs_in=folder.path / "logs",
         scratch=weights,
@@ -319,15 +359,17 @@ class Conductor:
                 writer.write(0, first)
                 display.update(0, first)
             display.stage("sampling and training")
-            await train(
-                self.loop,
-                self.task,
-                scheduler,
-                trainer,
-                sampler,
-                dtype=self.job.sampler.dtype,
-                evaluate=evaluate,
-                finish_step=finish_step,
+            await self.job.loop(
+                Run(
+                    config=self.loop,
+                    task=self.task,
+                    scheduler=scheduler,
+                    trainer=trainer,
+                    sampler=sampler,
+                    dtype=self.job.sampler.dtype,
+                    evaluate=evaluate,
+                    finish_step=finish_step,
+                )
             )
             after = await self.greedy_answers(sampler)
             write_completions(joined(read_completions(answers), after), answers)
@@ -407,17 +449,21 @@ class Conductor:
 def start_trainer(cluster: Cluster, job: Job, weights: Path) -> Trainer:
     """One actor per rank; they meet through a file."""
     meeting_point = f"file://{weights / 'ranks-meet-here'}"
+    num_ranks = job.parallel.world_size
     ranks = [
         cluster.actor(f"trainer rank {rank}").start(
             TrainerRank,
             job.make_engine,
+            job.make_reference,
             rank=rank,
-            num_ranks=job.num_ranks,
+            num_ranks=num_ranks,
             meeting_point=meeting_point,
         )
-        for rank in range(job.num_ranks)
+        for rank in range(num_ranks)
     ]
-    return Trainer(ranks, weights_folder=weights / "published")
+    return Trainer(
+        ranks, weights_folder=weights / "published", ulysses_size=job.parallel.ulysses_size
+    )
 
 
 def open_metrics(path: Path, done: int) -> MetricsWriter:

@@ -1,9 +1,9 @@
-"""GRPO, or the losses of DAPO and GSPO: the loop that the examples share.
+"""GRPO, or the losses of DAPO and GSPO: what a loop is made of, and the plainest loop.
 
     draw prompts -> sample groups -> reward -> advantages -> pack -> loss, step -> publish
 
 `async_policy.Rollouts` owns *when* groups are sampled: with `max_staleness` 0 strictly in turn,
-with 1 while the trainer works on the step before. Everything else is in view here.
+with 1 while the trainer works on the step before. `train` below is a loop; a recipe has its own.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ import hashlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import attrs
 import torch
-from actors import Dtype, SamplerActor, Trainer
+from actors import Dtype, SamplerActor, Trainer, TrainResult
 from jaxtyping import Float
 from torch import Tensor
 
@@ -30,11 +30,13 @@ from algos_gspo_dapo_grpo import (
     KlCovLoss,
     PolicyLoss,
     Sequences,
+    SoftOverlong,
     group_advantages,
     group_ids_of,
     is_informative,
     mismatch_metrics,
     policy_loss,
+    soft_overlong_penalty,
 )
 from async_policy import (
     Actor,
@@ -47,7 +49,7 @@ from async_policy import (
 )
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
 from rl_contracts.packing import pack
-from rl_contracts.train import LossOutput, PackedBatch
+from rl_contracts.train import LossFn, LossOutput, PackedBatch
 from rl_tasks import (
     EncodedProblem,
     PromptOrder,
@@ -103,8 +105,13 @@ class LoopConfig:
     advantages: GroupAdvantages = attrs.field(factory=GrpoAdvantages)
     """How rewards become advantages."""
 
+    overlong: SoftOverlong | None = None
+    """Punishment of completions that come close to `max_new_tokens`, which its `max_length` must
+    be. Default: none; a completion that is cut off is graded like any other."""
+
     loss: PolicyLoss = attrs.field(factory=GrpoLoss)
-    """The policy loss; its ratio is taken against the logprobs that the sampler reported."""
+    """The policy loss; its ratio is taken against the logprobs that the sampler reported. A KL term
+    is measured against the model that the run began with."""
 
     evaluate_every: int = attrs.field(default=8, validator=attrs.validators.ge(1))
     """Optimizer steps between evaluations on the held-out problems; also before and after."""
@@ -124,6 +131,12 @@ class LoopConfig:
                 f"{interval} steps with loop.max_staleness = {self.max_staleness}; set "
                 f"max_staleness to {self.publish_every - 1} or more"
             )
+        if self.overlong is not None and self.overlong.max_length != self.max_new_tokens:
+            raise ValueError(
+                f"loop.overlong.max_length = {self.overlong.max_length} and loop.max_new_tokens = "
+                f"{self.max_new_tokens}: the punishment ends where completions are cut off; set "
+                "both to the same length"
+            )
 
     @loss.validator
     def _only_what_takes_effect(self, _: object, loss: PolicyLoss) -> None:
@@ -131,11 +144,6 @@ class LoopConfig:
             raise ValueError(  # noqa: TRY004  # a setting, not a type, is wrong
                 f"loop.loss.kind = {loss.kind} needs tokens chosen over the whole batch with the "
                 "trainer's logprobs, which this loop does not compute; choose another kind"
-            )
-        if not isinstance(loss, DapoLoss) and loss.kl is not None:
-            raise ValueError(
-                "this loop keeps no reference policy, so a KL term has nothing to be measured "
-                "against; leave loss.kl at none"
             )
         if loss.rollout_correction is not None:
             raise ValueError(
@@ -154,6 +162,11 @@ class LoopConfig:
                 f"loop.max_tokens_per_micro_batch = {self.max_tokens_per_micro_batch} holds no row "
                 f"of {max_model_len} tokens, the longest prompt and completion together; raise it"
             )
+
+    @property
+    def has_kl_term(self) -> bool:
+        """Whether the loss needs logprobs of a reference."""
+        return not isinstance(self.loss, DapoLoss) and self.loss.kl is not None
 
     def schedule(self) -> SchedulerConfig:
         """The scheduler's part of these settings."""
@@ -217,6 +230,7 @@ def loss_of(
     share = policy_loss(
         policy_logprobs,
         proximal_logprobs=proximal,
+        ref_logprobs=batch.ref_logprobs,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
         sequences=sequences,
@@ -269,103 +283,159 @@ async def sample_group(
     )
 
 
-async def train(
-    config: LoopConfig,
-    task: Task,
-    scheduler: Scheduler,
-    trainer: Trainer,
-    sampler: Actor[SamplerActor],
-    *,
-    dtype: Dtype,
-    evaluate: Callable[[], Awaitable[dict[str, float]]],
-    finish_step: Callable[[int, dict[str, float]], Awaitable[bool]],
-) -> None:
-    """Run the loop from the scheduler's present step to its last.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """What a batch of groups comes to for the trainer."""
 
-    Args:
-        config: the loop's settings.
-        task: problems and rewards.
-        scheduler: where the run stands.
-        trainer: the policy, at the scheduler's version.
-        sampler: has weights of any version.
-        dtype: that the sampler takes weights in.
-        evaluate: measures the published policy on the held-out problems.
-        finish_step: records step number and metrics, keeps checkpoints; False ends the run.
-    """
-    order = PromptOrder(num_problems=len(task.train), seed=config.seed)
-    draws = order.take(scheduler.config.num_groups)
+    trajectories: list[Trajectory]
+    """Those that carry a gradient."""
 
-    async def sample(ticket: Ticket) -> Group:
-        params = SamplingParams(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=sampling_seed("train", config.seed, str(ticket.index)),
-        )
-        return await sample_group(
-            task,
-            sampler,
-            task.train[draws[ticket.index].problem],
-            params,
-            num_samples=config.group_size,
-            group_id=f"group-{ticket.index}",
+    advantages: list[float]
+    """One per trajectory, in reward units."""
+
+    metrics: dict[str, float]
+    """What the whole batch was like."""
+
+    @property
+    def counts(self) -> BatchCounts:
+        """The global denominators of the loss."""
+        return BatchCounts(
+            num_tokens=sum(sum(row.loss_mask) for row in self.trajectories),
+            num_sequences=len(self.trajectories),
         )
 
-    async def publish(_: PolicyVersion) -> None:
-        await sampler.call(SamplerActor.load, await trainer.publish(dtype))
 
-    def oldest_version(group: Group) -> PolicyVersion:
-        return min(completion.policy_versions[0] for completion in group.completions)
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What a loop works with: the parts of a run, and the clock between its steps."""
 
-    async with Rollouts(
-        scheduler, sample=sample, oldest_version=oldest_version, publish=publish
-    ) as rollouts:
-        await rollouts.publish(scheduler.trained_version)
-        begin = time.monotonic()
+    config: LoopConfig
+    """The loop's settings."""
+
+    task: Task
+    """Problems and rewards."""
+
+    scheduler: Scheduler
+    """Where the run stands."""
+
+    trainer: Trainer
+    """The policy, at the scheduler's version."""
+
+    sampler: Actor[SamplerActor]
+    """Has weights of any version."""
+
+    dtype: Dtype
+    """That the sampler takes weights in."""
+
+    evaluate: Callable[[], Awaitable[dict[str, float]]]
+    """Measures the published policy on the held-out problems."""
+
+    finish_step: Callable[[int, dict[str, float]], Awaitable[bool]]
+    """Records step number and metrics, keeps checkpoints; False ends the run."""
+
+    published_s: float = 0.0
+    """Seconds that the last publish took."""
+
+    step_began: float = field(default_factory=time.monotonic)
+    """When the present step did."""
+
+    def rollouts(self) -> Rollouts[Group]:
+        """Groups of the problems in their order, sampled as far ahead as the settings allow."""
+        order = PromptOrder(num_problems=len(self.task.train), seed=self.config.seed)
+        draws = order.take(self.scheduler.config.num_groups)
+
+        async def sample(ticket: Ticket) -> Group:
+            params = SamplingParams(
+                max_new_tokens=self.config.max_new_tokens,
+                temperature=self.config.temperature,
+                seed=sampling_seed("train", self.config.seed, str(ticket.index)),
+            )
+            return await sample_group(
+                self.task,
+                self.sampler,
+                self.task.train[draws[ticket.index].problem],
+                params,
+                num_samples=self.config.group_size,
+                group_id=f"group-{ticket.index}",
+            )
+
+        async def publish(_: PolicyVersion) -> None:
+            begin = time.monotonic()
+            await self.sampler.call(SamplerActor.load, await self.trainer.publish(self.dtype))
+            self.published_s = time.monotonic() - begin
+
+        def oldest_version(group: Group) -> PolicyVersion:
+            return min(completion.policy_versions[0] for completion in group.completions)
+
+        return Rollouts(
+            self.scheduler, sample=sample, oldest_version=oldest_version, publish=publish
+        )
+
+    def pack(self, rows: Rows) -> list[list[PackedBatch]]:
+        """Micro-batches, in as many shares as the trainer takes."""
+        return pack(
+            rows.trajectories,
+            rows.advantages,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            num_ranks=self.trainer.num_shares,
+        )
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether the policy is measured on the held-out problems after this step."""
+        return step % self.config.evaluate_every == 0 or step == self.config.num_steps
+
+    def publishes_at(self, step: int) -> bool:
+        """Whether the sampler gets the weights of this step."""
+        return step % self.config.publish_every == 0 or self.evaluates_at(step)
+
+    async def finish(self, batch: Batch[Group], rows: Rows, result: TrainResult) -> bool:
+        """Measure, evaluate and record a step; False ends the run."""
+        step = result.step.policy_version
+        now = time.monotonic()
+        seconds = now - self.step_began
+        metrics = rows.metrics | {
+            **{name: value for name, value in result.metrics.items() if name != "loss"},
+            "gradient/norm/value": result.step.grad_norm,
+            "policy/version/value": step,
+            "time/sample/seconds": batch.waited_s,
+            "time/train/seconds": result.seconds,
+            "time/step/seconds": seconds,
+            "throughput/sampled/tokens_per_second": rows.metrics["batch/sampled/tokens"] / seconds,
+            "throughput/trained/tokens_per_second": rows.metrics["batch/trained/tokens"]
+            / result.seconds,
+        }
+        if self.publishes_at(step):
+            metrics["time/publish/seconds"] = self.published_s
+        self.step_began = now
+        if self.evaluates_at(step):
+            metrics |= await self.evaluate()
+        return await self.finish_step(step, metrics)
+
+
+async def train(run: Run) -> None:
+    """Run the loop from the scheduler's present step to its last."""
+    async with run.rollouts() as rollouts:
+        await rollouts.publish(run.scheduler.trained_version)
         async for batch in rollouts.batches():
-            trajectories, advantages, metrics = prepare(config, batch)
-            shares = pack(
-                trajectories,
-                advantages,
-                max_tokens=config.max_tokens_per_micro_batch,
-                num_ranks=len(trainer.ranks),
-            )
-            counts = BatchCounts(
-                num_tokens=sum(sum(row.loss_mask) for row in trajectories),
-                num_sequences=len(trajectories),
-            )
-            result = await trainer.train(
-                shares, functools.partial(loss_of, config=config.loss, counts=counts)
-            )
-            rollouts.trained(result.step.policy_version)
-            published = time.monotonic()
+            rows = rows_of(batch, run.config)
+            shares = run.pack(rows)
+            if run.config.has_kl_term:
+                shares = await run.trainer.with_ref_logprobs(shares)
+            result = await run.trainer.train(shares, loss_fn(run.config.loss, rows))
             step = result.step.policy_version
-            evaluated = step % config.evaluate_every == 0 or step == config.num_steps
-            if step % config.publish_every == 0 or evaluated:
+            rollouts.trained(step)
+            if run.publishes_at(step):
                 await rollouts.publish(step)
-            now = time.monotonic()
-            metrics |= {
-                **{name: value for name, value in result.metrics.items() if name != "loss"},
-                "gradient/norm/value": result.step.grad_norm,
-                "policy/version/value": result.step.policy_version,
-                "time/sample/seconds": batch.waited_s,
-                "time/train/seconds": result.seconds,
-                "time/publish/seconds": now - published,
-                "time/step/seconds": now - begin,
-                "throughput/sampled/tokens_per_second": metrics["batch/sampled/tokens"]
-                / (now - begin),
-                "throughput/trained/tokens_per_second": metrics["batch/trained/tokens"]
-                / result.seconds,
-            }
-            begin = now
-            if evaluated:
-                metrics |= await evaluate()
-            if not await finish_step(step, metrics):
+            if not await run.finish(batch, rows, result):
                 return
 
 
-def prepare(
-    config: LoopConfig, batch: Batch[Group]
-) -> tuple[list[Trajectory], list[float], dict[str, float]]:
+def loss_fn(config: PolicyLoss, rows: Rows) -> LossFn[PackedBatch]:
+    """The loss over all micro-batches and ranks, its denominators those of the whole batch."""
+    return functools.partial(loss_of, config=config, counts=rows.counts)
+
+
+def rows_of(batch: Batch[Group], config: LoopConfig) -> Rows:
     """Trajectories that carry a gradient, their advantages, and what the batch was like.
 
     A group whose members have the same reward has advantages of exactly 0 and adds nothing to any
@@ -374,8 +444,16 @@ def prepare(
     (arXiv:2503.14476, section 3.2).
     """
     groups = batch.groups
-    informative = [is_informative(group.rewards) for group in groups]
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards])
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    graded = torch.tensor([reward for group in groups for reward in group.rewards])
+    rewards = graded
+    if config.overlong is not None:
+        rewards = graded + soft_overlong_penalty(torch.tensor(lengths), config=config.overlong)
+    informative = [
+        is_informative(of_group.tolist())
+        for of_group in rewards.split([len(group.rewards) for group in groups])
+    ]
     ids = group_ids_of([group.group_id for group in groups for _ in group.rewards])
     values = group_advantages(rewards, ids, config=config.advantages).tolist()
     rows = [trajectory for group in groups for trajectory in group.trajectories()]
@@ -389,12 +467,10 @@ def prepare(
     ]
     # A step without any gradient is still a step: one row of advantage 0 stands for it.
     kept = kept or [(rows[0], 0.0)]
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
-    scored = rewards[~rewards.isnan()]
+    scored = graded[~graded.isnan()]
     metrics = {
         "reward/train/mean": scored.mean().item() if len(scored) else 0.0,
-        "reward/unscorable/count": float(len(rewards) - len(scored)),
+        "reward/unscorable/count": float(len(graded) - len(scored)),
         "groups/uniform/fraction": informative.count(False) / len(groups),
         "length/completion/mean": sum(lengths) / len(lengths),
         "length/stopped/fraction": sum(c.finish_reason == "stop" for c in completions)
@@ -406,4 +482,8 @@ def prepare(
         "batch/trained/sequences": float(len(kept)),
         "batch/trained/tokens": float(sum(len(row.token_ids) for row, _ in kept)),
     }
-    return [row for row, _ in kept], [value for _, value in kept], metrics
+    return Rows(
+        trajectories=[row for row, _ in kept],
+        advantages=[value for _, value in kept],
+        metrics=metrics,
+    )

@@ -22,6 +22,7 @@ from run_folder import RunFolder
 
 from async_policy import AsyncPolicyError
 from device_env import Device, Report, detect_device, examine
+from parallel_state.picture import layout_picture
 from rl_contracts import ConfigError, effective_toml, load_config, settings_help
 from rollout_vllm import RolloutError
 
@@ -64,29 +65,66 @@ def main(
     *,
     name: str,
     description: str,
+    sizes: Mapping[str, Callable[[], ConfigT]] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run an example from its command line; returns the exit status.
 
     0: done; 1: failed while running; 2: refused before anything started; 130: stopped by Ctrl-C.
+
+    Args:
+        config_class: its configuration.
+        make_job: puts a run together, without loading anything.
+        name: begins the name of its run folders.
+        description: heads the help.
+        sizes: configurations to begin with, by the word after ``--size``, the first by default;
+            none for the class's own defaults.
+        argv: the command line; None for that of this process.
     """
-    arguments = parse(config_class, description, argv)
+    arguments = parse(config_class, description, sizes, argv)
     machine = examine(os.environ)
     for finding in machine.findings:
         if finding.level != "note":
             say = f"{finding.level}: {finding.variable}: {finding.message}; {finding.fix}"
             print(say, file=sys.stderr)
     try:
-        plan = make_plan(config_class, make_job, arguments, machine, name=name)
+        defaults = sizes[arguments.size]() if sizes and arguments.resume is None else None
+        plan = make_plan(config_class, make_job, arguments, machine, name=name, defaults=defaults)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    refusals = what_is_missing(plan.job)
     if arguments.dry_run:
-        print(plan.effective, end="")
-    if machine.device is None or not machine.healthy:
+        print(plan.effective)
+        print_comments("the trainer's ranks", layout_picture(plan.job.parallel).splitlines())
+        print_comments("refused on this machine", refusals or ["nothing: it would run"])
+        return 0
+    for line in refusals:
+        print(line, file=sys.stderr)
+    if refusals or machine.device is None or not machine.healthy:
         return 2
-    # Engines and sampler of this release run on CPUs, whatever else is there.
-    return 0 if arguments.dry_run else execute(plan, detect_device(force="cpu"))
+    # The loop of this release runs on CPUs, whatever else is there.
+    return execute(plan, detect_device(force="cpu"))
+
+
+def print_comments(title: str, lines: Sequence[str]) -> None:
+    """Lines under a title, as comments of the configuration that stands before them."""
+    for line in (title, *lines):
+        print(f"# {line}".rstrip())
+    print()
+
+
+def what_is_missing(job: Job) -> list[str]:
+    """Why the job cannot run on this machine, a sentence each."""
+    missing = [
+        f"expected the file {path}, and there is none" for path in job.needs if not path.is_file()
+    ]
+    if job.sampler.device != "cpu":
+        missing.append(
+            f"sampler.device = {job.sampler.device!r}: this loop runs trainer and sampler on CPUs "
+            "so far (each of them runs on GPUs by itself); --dry-run shows what the recipe asks for"
+        )
+    return missing
 
 
 def make_plan(
@@ -96,6 +134,7 @@ def make_plan(
     machine: Report,
     *,
     name: str,
+    defaults: ConfigT | None,
 ) -> Plan:
     """Read the configuration and put the job together; loads and writes nothing.
 
@@ -113,6 +152,7 @@ def make_plan(
         config_class,
         file=folder.config if folder else arguments.config,
         overrides=arguments.overrides,
+        defaults=defaults,
     )
     job = make_job(loaded.value)
     loaded.value.loop.check_lengths(job.sampler.max_model_len)
@@ -158,12 +198,19 @@ def execute(plan: Plan, device: Device) -> int:
         return 0 if finished else 130
 
 
-def parse(config_class: type, description: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(
+    config_class: type[ConfigT],
+    description: str,
+    sizes: Mapping[str, Callable[[], ConfigT]] | None,
+    argv: Sequence[str] | None,
+) -> argparse.Namespace:
     """The command line; every setting of the configuration stands in the help."""
+    first = next(iter(sizes)) if sizes else None
+    settings = settings_help(config_class, defaults=sizes[first]() if sizes and first else None)
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"settings, as path.to.setting=value:\n{settings_help(config_class)}",
+        epilog=f"settings, as path.to.setting=value:\n{settings}",
     )
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="see below")
     source = parser.add_mutually_exclusive_group()
@@ -175,6 +222,13 @@ def parse(config_class: type, description: str, argv: Sequence[str] | None) -> a
         metavar="FOLDER",
         help="go on with a run (default: the latest) from its last checkpoint",
     )
+    if sizes:
+        parser.add_argument(
+            "--size",
+            choices=tuple(sizes),
+            default=first,
+            help=f"configuration to begin with; default: {first}",
+        )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the effective configuration and stop"
     )
@@ -201,14 +255,15 @@ def derived(job: Job, machine: Report) -> Mapping[str, tuple[object, str]]:
     found = machine.device.kind if machine.device else "nothing usable"
     values: dict[str, tuple[object, str]] = {
         "device": ("cpu", f"what the examples run on; found: {found}"),
-        "trainer.ranks": (job.num_ranks, "processes that train"),
+        "trainer.ranks": (job.parallel.world_size, "processes that train"),
         "command": (" ".join(sys.argv), time.strftime("given %Y-%m-%d %H:%M:%S %z")),
         "python": (machine.python, "version"),
     }
     for name, version in machine.versions.items():
         values[name] = (version, "version")
-    for name, value in plain_settings(job.engine_config, "engine."):
-        values[name] = (value, type(job.engine_config).__name__)
+    if job.engine_config is not None:
+        for name, value in plain_settings(job.engine_config, "engine."):
+            values[name] = (value, type(job.engine_config).__name__)
     for name, argument in job.sampler.effective_engine_args().items():
         values[f"vllm.{name}"] = (str(argument.value), argument.origin)
     return values

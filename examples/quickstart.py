@@ -19,12 +19,12 @@ from pathlib import Path
 import attrs
 import torch
 from actors import Engine
-from conduct import Job, RunSettings
-from grpo import LoopConfig
+from conduct import Job, Problems, RunSettings
+from grpo import LoopConfig, train
 from launch import main
 from smollm2 import default_cache, smollm2_folder
 
-from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
+from engine_fsdp import FsdpConfig, FsdpEngine, FsdpScorer, OptimConfig
 from parallel_state.process_group import init_process_group
 from rl_tasks import AdditionConfig, addition_problems, addition_reward
 from rollout_vllm import VllmConfig
@@ -75,8 +75,12 @@ def make_job(config: QuickstartConfig) -> Job:
     return Job(
         name="quickstart",
         title=f"{model_name} learns single-digit addition, {kind.upper()} loss",
-        num_ranks=engine.parallel.world_size,
+        parallel=engine.parallel,
         make_engine=functools.partial(make_engine, config=engine),
+        make_reference=functools.partial(FsdpScorer, engine, device=torch.device("cpu"))
+        if config.loop.has_kl_term
+        else None,
+        loop=train,
         engine_config=engine,
         sampler=VllmConfig(
             model=str(model),
@@ -86,13 +90,16 @@ def make_job(config: QuickstartConfig) -> Job:
             cpu_threads=len(os.sched_getaffinity(0)),
         ),
         prepare_model=lambda: config.model_path or smollm2_folder(),
-        train=problems.train,
-        heldout=problems.heldout,
-        rewards={problems.train[0].data_source: addition_reward()},
+        problems=functools.partial(
+            Problems,
+            train=problems.train,
+            heldout=problems.heldout,
+            rewards={problems.train[0].data_source: addition_reward()},
+        ),
         try_next=(
             "examples/quickstart.py loop.loss.kind=gspo",
             "examples/quickstart.py --sync",
-            "examples/grpo_moe.py",
+            "examples/grpo_trainer/run_qwen3_30b_veomni.py --size tiny",
         ),
     )
 

@@ -1,12 +1,14 @@
 """The loop's own arithmetic: the rows that are trained on, the seeds, the ratio."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
-from algos_gspo_dapo_grpo import BatchCounts, GrpoLoss
+from algos_gspo_dapo_grpo import BatchCounts, GrpoLoss, SoftOverlong
 from async_policy import Batch, Ticket
 from rl_contracts import Completion, PolicyVersion
 from rl_contracts.train import PackedBatch
@@ -14,7 +16,7 @@ from rl_tasks import ChatMessage, EncodedProblem, Problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from grpo import Group, LoopConfig, loss_of, prepare, sampling_seed
+from grpo import Group, LoopConfig, loss_of, rows_of, sampling_seed
 
 NAN = float("nan")
 CONFIG = LoopConfig(num_steps=1, max_new_tokens=2, group_size=3)
@@ -67,23 +69,49 @@ def test_whole_groups_with_spread_are_trained_on(
     rewards: tuple[float, ...], kept: int, uniform: float
 ) -> None:
     """All scored rows of a group with spread count, whatever their advantage (A01, A06)."""
-    rows, advantages, metrics = prepare(CONFIG, batch_of(group(0, *rewards)))
-    assert len(rows) == len(advantages) == kept
-    assert metrics["groups/uniform/fraction"] == uniform
-    assert abs(sum(advantages)) < 1e-6
+    rows = rows_of(batch_of(group(0, *rewards)), CONFIG)
+    assert len(rows.trajectories) == len(rows.advantages) == kept
+    assert rows.metrics["groups/uniform/fraction"] == uniform
+    assert abs(sum(rows.advantages)) < 1e-6
     if uniform == 1.0:
-        assert advantages == [0.0]
+        assert rows.advantages == [0.0]
 
 
 def test_rows_keep_their_own_advantages() -> None:
     """Trajectory ids and advantages stay together when a group is left out."""
-    rows, advantages, metrics = prepare(
-        CONFIG, batch_of(group(0, 1.0, 1.0, 1.0), group(1, 0.0, 0.0, 1.0))
-    )
-    assert [row.trajectory_id for row in rows] == ["group-1/0", "group-1/1", "group-1/2"]
+    rows = rows_of(batch_of(group(0, 1.0, 1.0, 1.0), group(1, 0.0, 0.0, 1.0)), CONFIG)
+    assert [row.trajectory_id for row in rows.trajectories] == [
+        "group-1/0",
+        "group-1/1",
+        "group-1/2",
+    ]
     # mean 1/3, sample std sqrt(1/3): -0.57735, -0.57735, 1.1547
-    assert advantages == pytest.approx([-0.57735, -0.57735, 1.1547], abs=1e-4)
-    assert metrics["reward/train/mean"] == pytest.approx(4 / 6)
+    assert rows.advantages == pytest.approx([-0.57735, -0.57735, 1.1547], abs=1e-4)
+    assert rows.metrics["reward/train/mean"] == pytest.approx(4 / 6)
+    assert rows.counts == BatchCounts(num_tokens=6, num_sequences=3)
+
+
+def test_long_completions_are_punished_before_advantages() -> None:
+    """The soft punishment joins the rewards that advantages are made of, not the one shown (A19).
+
+    Completions of two tokens with a limit of 2 and a buffer of 1 lose a whole point, the one of
+    one token nothing: rewards 1, 0, 0 become 1, -1, -1 and the advantages those of (1, -1, -1).
+    """
+    short = dataclasses.replace(
+        group(0, 0.0).completions[0],
+        token_ids=(7,),
+        rollout_logprobs=(-1.0,),
+        policy_versions=(PolicyVersion(0),),
+    )
+    given = group(0, 1.0, 0.0, 0.0)
+    given = dataclasses.replace(given, completions=(short, *given.completions[1:]))
+    config = attrs.evolve(CONFIG, overlong=SoftOverlong(max_length=2, buffer=1))
+    rows = rows_of(batch_of(given), config)
+    # mean -1/3, sample std sqrt(4/3): 1.1547, -0.57735, -0.57735
+    assert rows.advantages == pytest.approx([1.1547, -0.57735, -0.57735], abs=1e-4)
+    assert rows.metrics["reward/train/mean"] == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match=r"max_length = 3 and loop\.max_new_tokens = 2"):
+        attrs.evolve(CONFIG, overlong=SoftOverlong(max_length=3, buffer=1))
 
 
 def test_no_two_samples_share_a_seed() -> None:

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from algos_gspo_dapo_grpo import BatchCounts, DapoLoss, GrpoLoss, GspoLoss
+from algos_gspo_dapo_grpo import BatchCounts, DapoLoss, GrpoLoss, GspoLoss, KlPenalty
 from async_policy import Actor, Scheduler
 from rl_contracts import Completion, PolicyVersion, SamplingParams
 from rl_contracts.train import PackedBatch, StepResult
@@ -25,7 +25,7 @@ from rl_tasks import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from actors import SamplerActor, Trainer, TrainResult
-from grpo import LoopConfig, Task, sampling_seed, train
+from grpo import LoopConfig, Run, Task, sampling_seed, train
 
 NUM_PROBLEMS = 5
 
@@ -74,8 +74,9 @@ class FakeSampler:
 class FakeTrainer:
     """Counts steps and writes down what it was given."""
 
-    ranks: tuple[int, ...] = (0, 1)
+    num_shares: int = 2
     version: int = 0
+    scored: int = 0
     given: list[tuple[list[list[PackedBatch]], "functools.partial[object]"]] = field(
         default_factory=list
     )
@@ -87,6 +88,10 @@ class FakeTrainer:
         self.version += 1
         step = StepResult(policy_version=PolicyVersion(self.version), grad_norm=1.0)
         return TrainResult(step=step, metrics={"loss": 0.0}, seconds=1.0)
+
+    async def with_ref_logprobs(self, shares: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
+        self.scored += 1
+        return shares
 
     async def publish(self, dtype: str) -> int:
         assert dtype == "float32"
@@ -123,16 +128,21 @@ def run(config: LoopConfig) -> tuple[FakeSampler, FakeTrainer, list[tuple[int, d
 
     asyncio.run(
         train(
-            config,
-            Task(
-                train=problems(), heldout=(), rewards={"test": LastNumber()}, tokenizer=Tokenizer()
-            ),
-            Scheduler(config.schedule()),
-            cast("Trainer", trainer),
-            cast("Actor[SamplerActor]", sampler),
-            dtype="float32",
-            evaluate=evaluate,
-            finish_step=finish_step,
+            Run(
+                config=config,
+                task=Task(
+                    train=problems(),
+                    heldout=(),
+                    rewards={"test": LastNumber()},
+                    tokenizer=Tokenizer(),
+                ),
+                scheduler=Scheduler(config.schedule()),
+                trainer=cast("Trainer", trainer),
+                sampler=cast("Actor[SamplerActor]", sampler),
+                dtype="float32",
+                evaluate=evaluate,
+                finish_step=finish_step,
+            )
         )
     )
     return sampler, trainer, steps
@@ -192,6 +202,14 @@ def test_loss_and_counts_reach_the_trainer() -> None:
             batches = [batch for share in shares for batch in share]
             assert all(batch.token_ids.shape[0] <= 9 for batch in batches)
             assert sum(int(batch.loss_mask.sum()) for batch in batches) == 6
+
+
+def test_a_kl_term_is_scored_by_the_reference_once_a_step() -> None:
+    """With a KL term every step's rows go to the reference, and without one none do."""
+    _, trainer, _ = run(config_of(loss=GrpoLoss(kl=KlPenalty(coefficient=0.1))))
+    assert trainer.scored == 4
+    _, trainer, _ = run(config_of())
+    assert trainer.scored == 0
 
 
 def test_evaluations_stand_where_they_were_asked_for() -> None:

@@ -30,7 +30,7 @@ from scenario_data import (
 )
 from torch import Tensor
 
-from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine
+from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine, VeomniScorer
 from engine_veomni.build import check_experts
 from engine_veomni.export import local_shard
 from engine_veomni.veomni_state import VeomniState
@@ -201,7 +201,9 @@ def check_guards(spread: VeomniEngine) -> None:
     from veomni.distributed import parallel_state as veomni_parallel_state  # noqa: PLC0415
 
     parallel = ParallelState(dp_size=2, extra_parallel_sizes=ExtraParallelSizes.of(ep=1))
-    text = raised(RuntimeError, lambda: check_experts(spread._model, parallel, spread._state))
+    text = raised(
+        RuntimeError, lambda: check_experts(spread._policy.model, parallel, spread._policy.state)
+    )
     assert "asks for 8 / 1 experts" in text, text
     assert "in groups of 1, got 4 in groups of 2" in text, text
 
@@ -209,7 +211,7 @@ def check_guards(spread: VeomniEngine) -> None:
 
     @functools.wraps(original)
     def first_state_to_all(**_: object) -> object:
-        return spread._state._raw
+        return spread._policy.state._raw
 
     veomni_parallel_state.init_parallel_state = first_state_to_all
     text = raised(RuntimeError, lambda: VeomniState(parallel, device_type="cpu"))
@@ -294,7 +296,7 @@ def check_router(folder: Path) -> None:
         assert max(mismatch) < ATOL, mismatch
         mismatch.clear()
         generator = torch.Generator().manual_seed(dist.get_rank())
-        for name, parameter in engine._model.named_parameters():
+        for name, parameter in engine._policy.model.named_parameters():
             if name.endswith(".gate.weight"):
                 shard = local_shard(parameter.detach())
                 shard += 0.1 * torch.randn(shard.shape, generator=generator)
@@ -328,12 +330,22 @@ def two_ranks(folder: Path) -> None:
     sharding = whole.expert_sharding
     assert (sharding.num_experts, sharding.num_local_experts, sharding.ep_size) == (8, 8, 1)
 
+    reference = VeomniScorer(spread.config, device=DEVICE)
+    scored = reference.logprobs(batches_of(dist.get_rank(), 2))
+    first = spread.logprobs(batches_of(dist.get_rank(), 2))
+    assert all(torch.equal(*pair) for pair in zip(scored, first, strict=True))
+
     check_guards(spread)
     check_malformed(spread)
     check_errors(spread)
     check_against_reference(spread, folder)
     check_against_reference(whole, folder)
     assert_near(exported(spread), exported(whole), atol=1e-6)
+    # both engines have taken a step by now, and the reference has not
+    again = reference.logprobs(batches_of(dist.get_rank(), 2))
+    assert all(torch.equal(*pair) for pair in zip(scored, again, strict=True))
+    moved = spread.logprobs(batches_of(dist.get_rank(), 2))
+    assert not all(torch.equal(*pair) for pair in zip(scored, moved, strict=True))
     check_resume(spread, folder, ep=2)
     text = raised(ValueError, lambda: whole.load_checkpoint(folder / "checkpoint-2"))
     assert "'ep': 2" in text, text

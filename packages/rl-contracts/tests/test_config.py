@@ -221,6 +221,22 @@ def test_an_override_keeps_the_rest_of_a_default() -> None:
     assert load_config(Outer, overrides=[]).value == Outer()
 
 
+def test_a_configuration_can_be_the_default(tmp_path: Path) -> None:
+    """A recipe's values stand where neither file nor override sets one, in unions and tables."""
+    recipe = Run(group_size=16, optim=Optim(lr=0.5), loss=Clip(clip_low=0.3))
+    file = tmp_path / "run.toml"
+    file.write_text("[loss]\nclip_low = 0.1\n")
+    loaded = load_config(Run, file=file, overrides=["optim.betas=[0.1, 0.2]"], defaults=recipe)
+    assert loaded.value == attrs.evolve(
+        recipe, optim=Optim(lr=0.5, betas=(0.1, 0.2)), loss=Clip(clip_low=0.1)
+    )
+    assert str(loaded.origin("optim.lr")) == "default"
+    assert load_config(Run, defaults=recipe).value == recipe
+    other = load_config(Run, overrides=["loss.kind=plain"], defaults=recipe).value
+    assert other == attrs.evolve(recipe, loss=Plain())
+    assert "  group_size  (int; 16)" in settings_help(Run, defaults=recipe)
+
+
 def test_help_shows_the_defaults_of_the_outer_class() -> None:
     """A nested setting's default is what it will be, not what its own class says."""
     text = settings_help(Outer)

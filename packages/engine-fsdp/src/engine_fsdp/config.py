@@ -1,6 +1,6 @@
 """What can be configured; every setting takes effect, in every combination that is accepted."""
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 
@@ -136,6 +136,9 @@ class FsdpConfig:
     There is no seed: the weights come from the folder, dropout is off so that log-probabilities
     depend on weights and tokens alone, and nothing else here is drawn at random.
     """
+
+    kind: ClassVar[str] = "fsdp"
+    """Tells it from other engines' in a configuration that leaves the choice."""
 
     model_path: str
     """Hugging Face folder with config.json and safetensors weights."""

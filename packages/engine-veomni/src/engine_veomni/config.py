@@ -1,6 +1,6 @@
 """What `VeomniEngine` is configured with; field names as in `engine_fsdp.FsdpConfig`."""
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 
@@ -33,6 +33,9 @@ class VeomniConfig:
     There is no seed: the weights come from the folder, a model with dropout is refused, and
     nothing else here is drawn at random.
     """
+
+    kind: ClassVar[str] = "veomni"
+    """Tells it from other engines' in a configuration that leaves the choice."""
 
     model_path: str
     """Hugging Face folder: config.json and safetensors with one tensor per expert."""

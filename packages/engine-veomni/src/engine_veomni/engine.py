@@ -12,23 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine_veomni import checkpoint
-from engine_veomni.build import (
-    ExpertSharding,
-    build_model,
-    check_experts,
-    expert_inner_size,
-    read_model_config,
-)
+from engine_veomni.build import ExpertSharding
 from engine_veomni.config import VeomniConfig
-from engine_veomni.devices import check_device, check_expert_settings
 from engine_veomni.export import export_weights
 from engine_veomni.hf_layout import stacked_parameters
 from engine_veomni.loss_agreement import AgreedLoss
 from engine_veomni.quiet import quiet
 from engine_veomni.routing import Router, RouterStatistics
-from engine_veomni.token_logprobs import token_logprobs
+from engine_veomni.sharded_policy import ShardedPolicy
 from engine_veomni.veomni_state import VeomniState
-from engine_veomni.versions import check_veomni_version
 from parallel_state.collectives import ShardedParameters, clip_grads_, global_grad_norm
 from rl_contracts.batch_checks import check_together
 from rl_contracts.pretrained import write_pretrained
@@ -57,28 +49,13 @@ class VeomniEngine:
                 be trained as configured, or a device that this process cannot use.
             RuntimeError: if the experts did not end up where the degrees say.
         """
-        self._veomni_version = check_veomni_version()
-        check_device(device, compute_dtype=config.compute_dtype)
-        model_config = read_model_config(config)
-        check_expert_settings(
-            config,
-            hidden_size=model_config.hidden_size,
-            inner_size=expert_inner_size(model_config),
-            device=device,
-        )
-        with quiet(logging.INFO):
-            self._state = VeomniState(config.parallel, device_type=device.type)
-            self._model, self._kernels = build_model(
-                config, model_config, self._state, device=device
-            )
-            with self._state.entered():
-                self._expert_sharding = check_experts(self._model, config.parallel, self._state)
-                # both before any forward pass: they read the mesh of each parameter
-                self._parts = _parts(self._model, self._state)
-                self._optimizers = _build_optimizers(self._model, config)
+        self._policy = ShardedPolicy(config, device=device)
+        with quiet(logging.INFO), self._policy.state.entered():
+            # both before any forward pass: they read the mesh of each parameter
+            self._parts = _parts(self._policy.model, self._policy.state)
+            self._optimizers = _build_optimizers(self._policy.model, config)
         self._config = config
         self._device = device
-        self._vocab_size = model_config.vocab_size
         replays = config.router_replay == "logprobs"
         self._router: Router | None = None
         if replays or config.router_statistics:
@@ -104,18 +81,18 @@ class VeomniEngine:
     @property
     def expert_sharding(self) -> ExpertSharding:
         """Where the experts of a layer are, as read from the running model."""
-        return self._expert_sharding
+        return self._policy.expert_sharding
 
     @property
     def derived(self) -> dict[str, tuple[object, str]]:
         """What runs without having been set: name to (value, why), for the effective config."""
-        sharding, kernels = self._expert_sharding, self._kernels.names
+        sharding, kernels = self.expert_sharding, self._policy.kernels.names
         why = "read from the running model"
         found: dict[str, tuple[object, str]] = {
             "engine.num_experts": (sharding.num_experts, why),
             "engine.num_local_experts": (sharding.num_local_experts, why),
             "engine.ep_size": (sharding.ep_size, "size of this rank's process group"),
-            "engine.veomni": (self._veomni_version, "the installed release"),
+            "engine.veomni": (self._policy.veomni_version, "the installed release"),
         }
         for op_name, kernel in kernels.items():
             found[f"engine.kernel.{op_name}"] = (kernel, "bound in VeOmni's model")
@@ -129,17 +106,17 @@ class VeomniEngine:
             ValueError: on every rank, if the ranks were given different numbers of micro-batches,
                 or one of them is malformed.
         """
-        check_together("logprobs", micro_batches, vocab_size=self._vocab_size)
+        check_together("logprobs", micro_batches, vocab_size=self._policy.vocab_size)
         try:
             if self._router is not None:
                 self._router.forget()
             found = []
             for batch in micro_batches:
                 with self._entered(batch, trains=False):
-                    found.append(self._logprobs(batch))
+                    found.append(self._policy.logprobs(batch))
             return found
         finally:
-            self._reshard()
+            self._policy.reshard()
 
     def forward_backward(
         self, micro_batches: Sequence[BatchT], loss_fn: LossFn[BatchT]
@@ -158,12 +135,12 @@ class VeomniEngine:
         """
         agreed = AgreedLoss(loss_fn)
         with self._dropping_gradient_on_error():
-            check_together("forward_backward", micro_batches, vocab_size=self._vocab_size)
+            check_together("forward_backward", micro_batches, vocab_size=self._policy.vocab_size)
             if self._router is not None:
                 self._router.start(micro_batches)
             for batch in micro_batches:
                 with self._entered(batch, trains=True):
-                    policy_logprobs = self._logprobs(batch)
+                    policy_logprobs = self._policy.logprobs(batch)
                     loss = agreed(policy_logprobs, batch.to(self._device))
                     # FSDP divides by the number of ranks, and the contract wants a sum
                     (loss * self._config.parallel.data_size).backward()
@@ -225,8 +202,8 @@ class VeomniEngine:
         Every yielded tensor is the caller's own. Every rank must run the iterator to its end.
         """
         return export_weights(
-            self._model,
-            self._state,
+            self._policy.model,
+            self._policy.state,
             dtype=getattr(torch, self._config.resolved_export_dtype),
             max_bytes=self._config.export_max_bytes,
         )
@@ -239,7 +216,7 @@ class VeomniEngine:
         """
         checkpoint.save_checkpoint(
             folder,
-            self._model,
+            self._policy.model,
             self._optimizers,
             parallel=self._config.parallel,
             policy_version=self._policy_version,
@@ -252,7 +229,7 @@ class VeomniEngine:
             ValueError: if the folder was written with other degrees or for another model.
         """
         self._policy_version = checkpoint.load_checkpoint(
-            folder, self._model, self._optimizers, parallel=self._config.parallel
+            folder, self._policy.model, self._optimizers, parallel=self._config.parallel
         )
         self._drop_gradient()
 
@@ -269,16 +246,10 @@ class VeomniEngine:
             dtype_name=self._config.resolved_export_dtype,
         )
 
-    def _logprobs(self, batch: BatchT) -> Float[Tensor, " tokens"]:
-        return token_logprobs(
-            self._model, batch, device=self._device, temperature=self._config.temperature
-        )
-
     @contextmanager
     def _entered(self, batch: TokenBatch, *, trains: bool) -> Iterator[None]:
         """VeOmni's code sees this engine's parallel state, kernels and router."""
-        self._kernels.bind()
-        with self._state.entered():
+        with self._policy.entered():
             if self._router is None:
                 yield
             else:
@@ -294,23 +265,12 @@ class VeomniEngine:
         finally:
             if not done:
                 self._drop_gradient()
-                self._reshard()
+                self._policy.reshard()
 
     def _drop_gradient(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._has_gradient = False
-
-    def _reshard(self) -> None:
-        """Give the gathered weights back: FSDP2 keeps the root's after a pass without gradient.
-
-        Left gathered, they are what the optimizer would step, and not the shards.
-        """
-        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
-
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def _parts(model: torch.nn.Module, state: VeomniState) -> tuple[ShardedParameters, ...]:

@@ -18,7 +18,13 @@ from typing import Generic, Literal, TypeVar
 
 import attrs
 
-from rl_contracts.converter import StructureError, make_converter, settings_of, shown
+from rl_contracts.converter import (
+    StructureError,
+    completed_from,
+    make_converter,
+    settings_of,
+    shown,
+)
 
 OriginKind = Literal["default", "file", "command line"]
 ConfigT = TypeVar("ConfigT")
@@ -199,14 +205,20 @@ def _elsewhere(path: str, message: str, root: type) -> str:
 
 
 def load_config(
-    config_class: type[ConfigT], *, file: Path | None = None, overrides: Sequence[str] = ()
+    config_class: type[ConfigT],
+    *,
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    defaults: ConfigT | None = None,
 ) -> LoadedConfig[ConfigT]:
     """Fill a configuration class from a file and from dotted overrides, which win.
 
     Args:
         config_class: an ``attrs.frozen(kw_only=True)`` class.
-        file: a .toml, .json or .yaml file; None for the class's defaults alone.
+        file: a .toml, .json or .yaml file; None for the defaults alone.
         overrides: ``path.to.setting=value``, in order; the value is read as TOML.
+        defaults: a configuration whose values stand where neither sets one, such as a recipe's;
+            None for the class's own defaults.
 
     Raises:
         ConfigError: listing every problem with its path and where the value was set.
@@ -227,7 +239,8 @@ def load_config(
     if problems:
         raise ConfigError(problems)
     try:
-        value = make_converter().structure(tree, config_class)
+        given = tree if defaults is None else completed_from(tree, defaults)
+        value = make_converter().structure(given, config_class)
     except StructureError as error:
         loaded = LoadedConfig(value=None, origins=origins)
         raise ConfigError(

@@ -133,7 +133,7 @@ def _attrs_factory(annotation: object, converter: cattrs.BaseConverter) -> Hook:
         arguments: dict[str, object] = {}
 
         def fill(name: str, field: "attrs.Attribute[object]") -> None:
-            given = _on_top_of(value[name], default_of(field))
+            given = completed_from(value[name], default_of(field))
             arguments[name] = _structure(converter, given, field.type)
             _validate(owner, field, arguments[name])
 
@@ -178,7 +178,7 @@ def default_of(field: "attrs.Attribute[object]") -> object:
     return attrs.NOTHING if getattr(field.default, "takes_self", False) else factory()
 
 
-def _on_top_of(value: object, base: object) -> object:
+def completed_from(value: object, base: object) -> object:
     """A table of settings completed from the value that the class has there by default.
 
     ``loop.group_size=4`` changes one setting of the default `loop` and keeps the others. A table
@@ -193,7 +193,7 @@ def _on_top_of(value: object, base: object) -> object:
         return value
     completed: dict[str, object] = {name: getattr(base, name) for name in names}
     for name, given in value.items():
-        completed[name] = _on_top_of(given, completed.get(name))
+        completed[name] = completed_from(given, completed.get(name))
     return _Completed(completed, kind=kind)
 
 

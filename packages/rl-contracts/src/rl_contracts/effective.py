@@ -131,12 +131,18 @@ def _type_text(annotation: object) -> str:
     return text.rpartition(".")[2] if "[" not in text else text.replace("typing.", "")
 
 
-def settings_help(config_class: type, *, width: int = 100) -> str:
-    """Every setting with its type, default and docstring, for a ``--help`` text."""
+def settings_help(config_class: type, *, width: int = 100, defaults: object = None) -> str:
+    """Every setting with its type, default and docstring, for a ``--help`` text.
+
+    Args:
+        config_class: the configuration.
+        width: of the text, in characters.
+        defaults: an instance whose values are the defaults; None for the class's own.
+    """
     lines: list[str] = []
     seen: set[str] = set()
     docs: dict[type, dict[str, str]] = {}
-    for setting in settings_of(config_class):
+    for setting in settings_of(config_class, base=defaults):
         if setting.owner not in docs:
             docs[setting.owner] = field_docs(setting.owner)
         default = "required" if setting.default is attrs.NOTHING else _toml(setting.default)

@@ -1,20 +1,31 @@
-"""A mixture-of-experts model small enough for a laptop: a Qwen3-MoE that half knows how to sort.
+"""Models small enough for a laptop: a Qwen3 and a Qwen3-MoE that half know how to sort digits.
 
-448 thousand parameters, 8 experts of which 2 work on a token, one token per character. A short
-supervised warm-up on demonstrations most of which are shuffled gives it a policy that is right
-sometimes: something for reinforcement learning to find.
+Some hundred thousand parameters, one token per character; the mixture has 8 experts of which 2
+work on a token. A short supervised warm-up on demonstrations most of which are shuffled gives them
+a policy that is right sometimes: something for reinforcement learning to find.
 """
 
+import functools
 import hashlib
 import random
 from pathlib import Path
+from typing import Literal
 
 import torch
 from model_cache import cache_root, made_once
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rl_tasks import ChatMessage, Problem
+
+Architecture = Literal["qwen3", "qwen3_moe"]
+"""`model_type` of the models."""
 
 CHARACTERS = " 0123456789=orst"
 PAD, END = "<pad>", "<end>"
@@ -43,21 +54,22 @@ def sorting_problems(count: int, *, seed: int) -> tuple[Problem, ...]:
     )
 
 
-def model_folder() -> Path:
-    """Where the model is kept. The name changes with this file, so that no stale one is used."""
+def model_folder(architecture: Architecture) -> Path:
+    """Where a model is kept. The name changes with this file, so that no stale one is used."""
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    return cache_root() / f"tiny-moe-{version}"
+    return cache_root() / f"tiny-{architecture.replace('_', '-')}-{version}"
 
 
-def tiny_moe_folder() -> Path:
-    """The model as a Hugging Face folder; made first if it is not there yet."""
-    return made_once(model_folder(), make)
+def tiny_model(architecture: Architecture) -> Path:
+    """A model as a Hugging Face folder; made first if it is not there yet."""
+    return made_once(model_folder(architecture), functools.partial(make, architecture=architecture))
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, *, architecture: Architecture) -> None:
     """Write model and tokenizer into an existing folder."""
     tokenizer = character_tokenizer()
-    warmed_up(tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    warmed_up(untrained(architecture, tokenizer), tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -78,33 +90,41 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def warmed_up(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
-    """A model trained on demonstrations, some of them wrong."""
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    torch.manual_seed(0)
+def untrained(
+    architecture: Architecture, tokenizer: PreTrainedTokenizerFast
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """A model of two layers with random weights."""
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if architecture == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config.from_dict(settings))
+    experts = {
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig.from_dict(settings | experts))
+
+
+def warmed_up(
+    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """The model trained on demonstrations, some of them wrong."""
+    pad = tokenizer.pad_token_id
     generator = random.Random(0)  # noqa: S311  # nothing secret
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig.from_dict(
-            {
-                "vocab_size": len(tokenizer),
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "moe_intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
-                "norm_topk_prob": True,
-                "max_position_embeddings": 64,
-                "tie_word_embeddings": False,
-                "eos_token_id": end,
-                "pad_token_id": pad,
-                "dtype": "float32",
-            }
-        )
-    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for _ in range(WARM_UP_STEPS):
         rows = [demonstration(tokenizer, generator) for _ in range(WARM_UP_ROWS)]
@@ -133,4 +153,4 @@ def demonstration(
 
 
 if __name__ == "__main__":
-    print(tiny_moe_folder())
+    print(tiny_model("qwen3"), tiny_model("qwen3_moe"), sep="\n")

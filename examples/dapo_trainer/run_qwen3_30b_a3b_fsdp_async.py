@@ -1,0 +1,130 @@
+"""DAPO on mathematics, fully asynchronous: Qwen3-30B-A3B on two sets of 16 devices.
+
+    algorithm  DAPO: clip-higher, token mean, soft punishment of long completions
+    model      Qwen3-30B-A3B: 128 experts in a layer, 8 of them for a token
+    training   engine-fsdp on 16 devices, eight of which share every sequence (Ulysses)
+    sampling   rollout-vllm on 16 others: eight engines of two devices, tensor and expert parallel
+    timing     a batch is trained on as soon as enough groups are done, at most three steps late
+
+--size tiny runs the same loop to its end on two CPU cores: a Qwen3-MoE of 448 thousand parameters
+that half knows how to sort digits.
+
+Numbers without another source are those of verl's
+experimental/fully_async_policy/shell/dapo_30b_a3b_math_fsdp_npu.sh, which asks for expert
+parallelism in the sampler twice, once without effect. docs/recipes.md sets the two side by side.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+from conduct import RunSettings
+from grpo import LoopConfig, Run, loss_fn, rows_of
+from launch import main
+from recipe import PromptFiles, Recipe, SortingDigits, make_job
+from tiny_models import model_folder
+
+from algos_gspo_dapo_grpo import DapoLoss, SoftOverlong
+from engine_fsdp import FsdpConfig, OptimConfig
+from parallel_state import ParallelState
+from rollout_vllm import VllmConfig
+
+NAME = "dapo-qwen3-30b-a3b-fsdp-async"
+MODEL = "models/Qwen3-30B-A3B"
+PROMPT, COMPLETION = 2048, 6144
+
+
+def full() -> Recipe:
+    """At full size."""
+    return Recipe(
+        data=PromptFiles(
+            train=(Path("data/dapo-math-17k.parquet"),),
+            heldout=(Path("data/aime-2024.parquet"),),
+            max_prompt_tokens=PROMPT,
+        ),
+        loop=LoopConfig(
+            num_steps=200,  # total_rollout_steps 3200 prompts, 16 of them in a step
+            groups_per_step=16,  # ppo_mini_batch_size
+            publish_every=2,  # trigger_parameter_sync_step
+            max_staleness=3,  # (1 + staleness_threshold 0.75) * 2 batches ahead: from_verl
+            order="completion",
+            group_size=4,
+            max_new_tokens=COMPLETION,
+            max_tokens_per_micro_batch=8 * 4096,  # ppo_max_token_len_per_gpu of eight ranks
+            loss=DapoLoss(clip_low=0.2, clip_high=0.28),
+            # arXiv:2503.14476, section 4.1: the last fifth of the length
+            overlong=SoftOverlong(max_length=COMPLETION, buffer=1228),
+            evaluate_every=50,  # test_freq 25 rounds
+        ),
+        engine=FsdpConfig(
+            model_path=MODEL,
+            optim=OptimConfig(learning_rate=1e-6, warmup_steps=10, weight_decay=0.1),
+            activation_checkpointing="full",
+            parallel=ParallelState(dp_size=2, ulysses_size=8),
+        ),
+        sampler=VllmConfig(
+            model=MODEL,
+            device="cuda",
+            max_model_len=PROMPT + COMPLETION,
+            tensor_parallel_size=2,
+            expert_parallel_size=2,
+            gpu_memory_utilization=0.7,
+            max_num_seqs=128,
+            max_num_batched_tokens=8192,
+            enable_chunked_prefill=True,
+        ),
+        run=RunSettings(checkpoint_every=100),  # save_freq 50 rounds
+    )
+
+
+def tiny() -> Recipe:
+    """On two CPU cores. Learning rate: docs/first_run.md."""
+    model = str(model_folder("qwen3_moe"))
+    return Recipe(
+        data=SortingDigits(max_prompt_tokens=16),
+        loop=LoopConfig(
+            num_steps=60,
+            groups_per_step=16,
+            publish_every=2,
+            max_staleness=3,
+            order="completion",
+            max_new_tokens=8,
+            loss=DapoLoss(),
+            overlong=SoftOverlong(max_length=8, buffer=1),
+            evaluate_every=20,
+        ),
+        engine=FsdpConfig(
+            model_path=model,
+            optim=OptimConfig(learning_rate=3e-4, weight_decay=0.0),
+            compute_dtype="float32",
+        ),
+        sampler=VllmConfig(
+            model=model,
+            dtype="float32",
+            max_model_len=16 + 8,
+            max_num_seqs=128,
+            kv_cache_gib=0.25,
+            cpu_threads=1,
+        ),
+        run=RunSettings(checkpoint_every=20),
+    )
+
+
+async def train(run: Run) -> None:
+    """Run from the present step to the last."""
+    async with run.rollouts() as rollouts:
+        await rollouts.publish(run.scheduler.trained_version)
+        async for batch in rollouts.batches():  # groups, sampled and rewarded in the background
+            rows = rows_of(batch, run.config)  # advantages; groups without a signal are left out
+            result = await run.trainer.train(run.pack(rows), loss_fn(run.config.loss, rows))
+            step = result.step.policy_version
+            rollouts.trained(step)
+            if run.publishes_at(step):
+                await rollouts.publish(step)
+            if not await run.finish(batch, rows, result):
+                return
+
+
+if __name__ == "__main__":
+    job = functools.partial(make_job, name=NAME, title="Qwen3-30B-A3B, FSDP", loop=train)
+    sys.exit(main(Recipe, job, name=NAME, description=__doc__, sizes={"full": full, "tiny": tiny}))

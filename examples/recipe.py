@@ -1,0 +1,205 @@
+"""What the recipes share: one configuration for prompts, loop, engine and sampler.
+
+The engine's and the sampler's configurations stand in it as they are, so that whatever they can do
+a recipe can be told. What two of them must agree on is compared before anything starts.
+"""
+
+import functools
+from pathlib import Path
+from typing import ClassVar, assert_never, get_args
+
+import attrs
+import torch
+from actors import Engine, Scorer
+from conduct import Job, OverlongPrompts, Problems, RunSettings, TrainLoop
+from grpo import LoopConfig
+from tiny_models import Architecture, model_folder, sorting_problems, tiny_model
+
+from engine_fsdp import FsdpConfig, FsdpEngine, FsdpScorer
+from engine_veomni import VeomniConfig, VeomniEngine, VeomniScorer
+from parallel_state.process_group import init_process_group
+from rl_tasks import ExactMatch, LastNumber, MathAnswer, load_problems
+from rollout_vllm import VllmConfig
+
+EngineConfig = FsdpConfig | VeomniConfig
+
+
+@attrs.frozen(kw_only=True)
+class PromptFiles:
+    """Problems from files in verl's schema: .parquet or .jsonl."""
+
+    kind: ClassVar[str] = "files"
+
+    train: tuple[Path, ...] = attrs.field(validator=attrs.validators.min_len(1))
+    """Files to train on."""
+
+    heldout: tuple[Path, ...] = attrs.field(validator=attrs.validators.min_len(1))
+    """Files that are never trained on."""
+
+    max_prompt_tokens: int = attrs.field(validator=attrs.validators.ge(1))
+    """Longest prompt, in tokens, the chat template's part included."""
+
+    overlong: OverlongPrompts = attrs.field(
+        default="drop", validator=attrs.validators.in_(("error", "drop"))
+    )
+    """What becomes of a longer one: ``error`` refuses the file, ``drop`` leaves such prompts out
+    and says how many. None is ever cut. Default: verl's filter_overlong_prompts."""
+
+    reward: MathAnswer | LastNumber | ExactMatch = attrs.field(factory=MathAnswer)
+    """How answers are graded, whatever data source a row names."""
+
+    def problems(self) -> Problems:
+        """Read the files."""
+        read = functools.partial(load_problems, known_sources=None)
+        train, heldout = read(self.train).problems, read(self.heldout).problems
+        sources = {problem.data_source for problem in (*train, *heldout)}
+        return Problems(
+            train=train,
+            heldout=heldout,
+            rewards=dict.fromkeys(sources, self.reward),
+            overlong=self.overlong,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class SortingDigits:
+    """Problems such as "sort 5283=", for a tiny model that half knows how to."""
+
+    kind: ClassVar[str] = "sorting"
+
+    num_train: int = attrs.field(default=1000, validator=attrs.validators.ge(1))
+    """Problems to train on."""
+
+    num_heldout: int = attrs.field(default=40, validator=attrs.validators.ge(1))
+    """Problems that are never trained on."""
+
+    seed: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    """Of the problems."""
+
+    max_prompt_tokens: int = attrs.field(default=16, validator=attrs.validators.ge(1))
+    """Room for the prompt, in tokens; the longest here has 11."""
+
+    def problems(self) -> Problems:
+        """Make them up."""
+        made = sorting_problems(self.num_heldout + self.num_train, seed=self.seed)
+        return Problems(
+            train=made[self.num_heldout :],
+            heldout=made[: self.num_heldout],
+            rewards={"sort": ExactMatch()},
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """Everything that a run can be told."""
+
+    data: PromptFiles | SortingDigits
+    """The problems."""
+
+    loop: LoopConfig
+    """The loop."""
+
+    engine: FsdpConfig | VeomniConfig
+    """What trains."""
+
+    sampler: VllmConfig
+    """What samples."""
+
+    run: RunSettings = attrs.field(factory=RunSettings)
+    """The run folder and the machine."""
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse parts that do not agree."""
+        must_agree = (
+            ("engine.model_path", self.engine.model_path, "sampler.model", self.sampler.model),
+            (
+                "engine.temperature",
+                self.engine.temperature,
+                "loop.temperature",
+                self.loop.temperature,
+            ),
+            (
+                "the engine's export_dtype",
+                self.engine.resolved_export_dtype,
+                "sampler.dtype",
+                self.sampler.dtype,
+            ),
+        )
+        problems = [
+            f"{name} = {value!r} and {other} = {other_value!r}; set both to the same"
+            for name, value, other, other_value in must_agree
+            if value != other_value
+        ]
+        needed = self.data.max_prompt_tokens + self.loop.max_new_tokens
+        if self.sampler.max_model_len != needed:
+            problems.append(
+                f"sampler.max_model_len = {self.sampler.max_model_len}, where data."
+                f"max_prompt_tokens + loop.max_new_tokens = {self.data.max_prompt_tokens} + "
+                f"{self.loop.max_new_tokens} = {needed}; set it to {needed}"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:
+    """Put a run together; loads nothing."""
+    engine = recipe.engine
+    return Job(
+        name=name,
+        title=f"{title}, {type(recipe.loop.loss).kind.upper()} loss",
+        parallel=engine.parallel,
+        make_engine=functools.partial(make_engine, config=engine),
+        make_reference=functools.partial(make_reference, config=engine)
+        if recipe.loop.has_kl_term
+        else None,
+        loop=loop,
+        engine_config=None,
+        sampler=recipe.sampler,
+        prepare_model=functools.partial(prepare_model, Path(engine.model_path)),
+        problems=recipe.data.problems,
+        needs=needed_files(recipe),
+        try_next=(),
+    )
+
+
+def needed_files(recipe: Recipe) -> list[Path]:
+    """What the recipe reads and does not make."""
+    model = Path(recipe.engine.model_path)
+    is_made = model in {model_folder(architecture) for architecture in get_args(Architecture)}
+    files = [] if is_made else [model / "config.json"]
+    if isinstance(recipe.data, PromptFiles):
+        files += [*recipe.data.train, *recipe.data.heldout]
+    return files
+
+
+def prepare_model(path: Path) -> Path:
+    """The model's folder; a tiny one is made if it is not there yet."""
+    for architecture in get_args(Architecture):
+        if path == model_folder(architecture):
+            return tiny_model(architecture)
+    return path
+
+
+def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: EngineConfig) -> Engine:
+    """One rank's engine, in its own process."""
+    init_process_group(rank=rank, world_size=num_ranks, init_method=meeting_point)
+    device = torch.device("cpu")
+    match config:
+        case FsdpConfig():
+            return FsdpEngine(config, device=device)
+        case VeomniConfig():
+            return VeomniEngine(config, device=device)
+        case _:
+            assert_never(config)
+
+
+def make_reference(*, config: EngineConfig) -> Scorer:
+    """One rank's part of the policy that the run begins with, frozen."""
+    device = torch.device("cpu")
+    match config:
+        case FsdpConfig():
+            return FsdpScorer(config, device=device)
+        case VeomniConfig():
+            return VeomniScorer(config, device=device)
+        case _:
+            assert_never(config)

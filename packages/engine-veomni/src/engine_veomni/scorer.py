@@ -1,0 +1,53 @@
+"""A frozen policy that scores tokens with the same code as the one that is trained."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from engine_veomni.config import VeomniConfig
+from engine_veomni.sharded_policy import ShardedPolicy
+from rl_contracts.batch_checks import check_together
+from rl_contracts.train import BatchT
+
+
+@final
+class VeomniScorer:
+    """The weights of a folder, for good: the reference policy of a KL term, or a teacher.
+
+    Built from the policy's own config it computes what the policy computed at version 0, bit for
+    bit. Another folder: ``attrs.evolve(config, model_path=...)``. Every rank builds one, after its
+    engine if it has one, and calls the same methods in the same order. It has no optimizer and no
+    gradient, so it takes 4 bytes per weight, divided by the shards.
+    """
+
+    def __init__(self, config: VeomniConfig, *, device: torch.device) -> None:
+        """Load and shard the weights; `VeomniEngine` says what is refused.
+
+        Args:
+            config: of the policy that is scored against; what it says of the optimizer, the export
+                and the router concerns the policy alone.
+            device: where this rank computes.
+        """
+        self._policy = ShardedPolicy(config, device=device)
+        self._policy.model.requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
+        """Log-probabilities of the given tokens; see `TrainEngine.logprobs`.
+
+        Raises:
+            ValueError: on every rank, if the ranks were given different numbers of micro-batches,
+                or one of them is malformed.
+        """
+        check_together("logprobs", micro_batches, vocab_size=self._policy.vocab_size)
+        try:
+            found = []
+            for batch in micro_batches:
+                with self._policy.entered():
+                    found.append(self._policy.logprobs(batch))
+            return found
+        finally:
+            self._policy.reshard()

@@ -1,0 +1,183 @@
+"""The recipes: every one to its end at tiny size, and what each says of its full size."""
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from rl_contracts import ConfigError, load_config
+from rl_metrics import StepRecord, read_metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from grpo_trainer.run_qwen3_30b_veomni import full
+from launch import main
+from recipe import Recipe, make_job
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RECIPES = (
+    "grpo_trainer/run_qwen3_30b_veomni.py",
+    "grpo_trainer/run_qwen3_1_7b_fsdp.py",
+    "gspo_trainer/run_qwen3_32b_fsdp.py",
+    "dapo_trainer/run_qwen3_30b_a3b_fsdp_async.py",
+)
+
+
+def run_here(recipe: str, *arguments: str) -> int:
+    """What the recipe's `main` does, without a process of its own."""
+    module = importlib.import_module(recipe.removesuffix(".py").replace("/", "."))
+    return main(
+        Recipe,
+        functools.partial(make_job, name=module.NAME, title="", loop=module.train),
+        name=module.NAME,
+        description=module.__doc__ or "",
+        sizes={"full": module.full, "tiny": module.tiny},
+        argv=arguments,
+    )
+
+
+def finished(recipe: str, tmp_path: Path, *arguments: str) -> tuple[Path, list[StepRecord]]:
+    """Run folder and records of a tiny run of 20 steps."""
+    done = subprocess.run(
+        [
+            *(sys.executable, EXAMPLES / recipe, "--size", "tiny", f"run.folder={tmp_path}"),
+            *("loop.num_steps=20", "loop.evaluate_every=10", *arguments),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = tmp_path.iterdir()
+    return folder, read_metrics(folder / "metrics.jsonl")
+
+
+def heldout(records: list[StepRecord]) -> list[float]:
+    return [r.values["reward/heldout/mean"] for r in records if "reward/heldout/mean" in r.values]
+
+
+def column(records: list[StepRecord], name: str) -> Iterator[float]:
+    return (record.values[name] for record in records[1:])
+
+
+@pytest.mark.slow
+def test_experts_learn_and_sampler_and_trainer_agree(tmp_path: Path) -> None:
+    """Two ranks that each hold half of the experts learn to sort; logprobs agree to 1e-4 nats.
+
+    In turn (`--sync`), so that every batch was sampled from the very weights that it meets in the
+    trainer: a weight that was transferred wrongly would show as nats, not as 1e-4. The divergence
+    from the reference begins at exactly 0, and grows.
+    """
+    folder, records = finished(RECIPES[0], tmp_path, "--sync")
+    assert heldout(records)[-1] > heldout(records)[0] + 0.2
+    assert max(column(records, "mismatch/logprob/mean")) < 1e-4
+    assert max(column(records, "staleness/trajectory/max")) == 0
+    divergence = list(column(records, "kl/ref/mean"))
+    assert divergence[0] == 0.0
+    assert divergence[-1] > 1e-3
+    effective = (folder / "effective_config.toml").read_text(encoding="utf-8")
+    assert "extra_parallel_sizes = { ep = 2 }  # default; read by parallel_state" in effective
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_sequences_learn(tmp_path: Path) -> None:
+    """GSPO with Ulysses over two ranks: both get the same rows, and the policy learns."""
+    _, records = finished(RECIPES[2], tmp_path)
+    assert heldout(records)[-1] > heldout(records)[0] + 0.1
+    assert max(column(records, "staleness/trajectory/max")) == 1
+
+
+@pytest.mark.slow
+def test_asynchronous_groups_learn_within_their_bound(tmp_path: Path) -> None:
+    """DAPO up to three steps late, published every second step: it learns, and no later."""
+    _, records = finished(RECIPES[3], tmp_path)
+    assert heldout(records)[-1] > heldout(records)[0] + 0.1
+    assert 1 <= max(column(records, "staleness/trajectory/max")) <= 3
+    published = [r.step for r in records[1:] if "time/publish/seconds" in r.values]
+    assert published == list(range(2, 21, 2))
+
+
+@pytest.mark.slow
+def test_a_small_model_learns(tmp_path: Path) -> None:
+    """GRPO with a KL term through engine-fsdp."""
+    _, records = finished(RECIPES[1], tmp_path)
+    assert heldout(records)[-1] > heldout(records)[0] + 0.1
+    assert next(column(records, "kl/ref/mean")) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_laptop_shows_the_full_size(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--dry-run` loads nothing, prints a configuration that reads back, and says what is missing.
+
+    The same without it is refused with the same words, before anything starts.
+    """
+    assert run_here(recipe, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    file = tmp_path / "recipe.toml"
+    file.write_text(shown, encoding="utf-8")
+    assert load_config(Recipe, file=file).value.sampler.device == "cuda"
+    assert "# the trainer's ranks\n" in shown
+    assert run_here(recipe, f"run.folder={tmp_path / 'runs'}") == 2
+    refused = capsys.readouterr().err
+    assert all(f"# {line}\n" in shown for line in refused.splitlines())
+    assert "expected the file models/Qwen3-" in refused
+    assert "sampler.device = 'cuda': this loop runs trainer and sampler on CPUs" in refused
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loop.temperature": "0.7"}, "engine.temperature = 1.0 and loop.temperature = 0.7"),
+        ({"sampler.model": "elsewhere"}, "and sampler.model = 'elsewhere'"),
+        (
+            {"sampler.dtype": "float16"},
+            "the engine's export_dtype = 'bfloat16' and sampler.dtype = 'float16'",
+        ),
+        (
+            {"loop.max_new_tokens": "4096"},
+            "data.max_prompt_tokens + loop.max_new_tokens = 2048 + 4096 = 6144; set it to 6144",
+        ),
+        (
+            {"loop.max_tokens_per_micro_batch": "1024"},
+            "loop.max_tokens_per_micro_batch = 1024 holds no row of 10240 tokens",
+        ),
+        ({"sampler.engine_args.enable_expert_parallel": "true"}, "use VllmConfig.expert_parallel"),
+        ({"engine.parallel.extra_parallel_sizes.epp": "8"}, "epp"),
+        ({"engine.strategy": "fsdp2"}, "unknown setting"),
+    ],
+)
+def test_parts_that_do_not_agree_are_refused(
+    changes: Mapping[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What two configurations must agree on is compared before anything starts."""
+    overrides = [f"{name}={value}" for name, value in changes.items()]
+    assert run_here(RECIPES[0], "--dry-run", *overrides) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_engine_is_one_value() -> None:
+    """The mixture of experts goes to engine-fsdp by another engine configuration alone."""
+    made = load_config(
+        Recipe,
+        overrides=[
+            "engine.kind=fsdp",
+            "engine.model_path=models/Qwen3-30B-A3B",
+            "engine.optim.learning_rate=1e-6",
+        ],
+        defaults=full(),
+    ).value
+    assert type(made.engine).__name__ == "FsdpConfig"
+    assert made.sampler == full().sampler
+    with pytest.raises(ConfigError, match=r"engine\.model_path: required setting is missing"):
+        load_config(Recipe, overrides=["engine.kind=fsdp"], defaults=full())
