@@ -1,4 +1,4 @@
-"""Runs every Python block of every README as a test, and sets up hypothesis."""
+"""Runs every Python block of every README and of the documentation as a test, and sets up hypothesis."""
 
 import os
 
@@ -11,5 +11,5 @@ settings.register_profile("workspace", deadline=None, derandomize=os.environ.get
 settings.load_profile("workspace")
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md"]
+    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md", "docs/*.md"]
 ).pytest()

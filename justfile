@@ -1,6 +1,6 @@
 # `./run just check` on a laptop is what CI does; every other word is a part of it.
 
-check: lint types imports wheels test
+check: lint types imports wheels docs test
 
 # formatting, rules, the lock
 lint:
@@ -20,7 +20,11 @@ imports:
 wheels:
     python tools/check_wheels.py
 
-# README examples included; needs no accelerator
+# the documentation as a site, in site/; a broken link is an error
+docs:
+    zensical build --strict
+
+# README and documentation examples included; needs no accelerator
 test *args:
     pytest {{args}}
 
