@@ -2,7 +2,7 @@
 
     algorithm  GRPO (or the loss of DAPO or GSPO: loop.loss.kind=gspo)
     model      SmolLM2-135M-Instruct, real pretrained weights
-    training   engine-fsdp over gloo, float32 master weights, bfloat16 compute
+    training   engine-fsdp over gloo, float32 master weights, bfloat16 where the CPU has it
     sampling   rollout-vllm on the CPU
     wiring     Ray; weights travel through vLLM's own weight-transfer interface
 
@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import Literal, get_args
 
 import attrs
 import torch
@@ -29,8 +30,18 @@ from parallel_state.process_group import init_process_group
 from rl_tasks import AdditionConfig, addition_problems, addition_reward
 from rollout_vllm import VllmConfig
 
+ComputeDtype = Literal["bfloat16", "float32"]
+"""Type of weights and activations in forward and backward."""
+
 MAX_PROMPT_LEN = 32
 """Room for the prompt, in tokens; the problems here have 17."""
+
+
+def fast_dtype() -> ComputeDtype:
+    """bfloat16 where this CPU has instructions for it; elsewhere it would be emulated, and slow."""
+    capabilities = torch.cpu.get_capabilities()
+    names = ("avx512_bf16", "amx_bf16", "bf16")
+    return "bfloat16" if any(capabilities.get(name) for name in names) else "float32"
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +64,11 @@ class QuickstartConfig:
     run: RunSettings = attrs.field(factory=RunSettings)
     """The run folder and the machine."""
 
+    dtype: ComputeDtype = attrs.field(
+        factory=fast_dtype, validator=attrs.validators.in_(get_args(ComputeDtype))
+    )
+    """Of trainer and sampler. Default: bfloat16 on a CPU that has instructions for it."""
+
     model_path: Path | None = None
     """A Hugging Face folder to train instead of SmolLM2-135M-Instruct."""
 
@@ -69,7 +85,10 @@ def make_job(config: QuickstartConfig) -> Job:
     kind = type(config.loop.loss).kind
     model_name = model.name if config.model_path else "SmolLM2-135M-Instruct"
     engine = FsdpConfig(
-        model_path=str(model), optim=config.optim, temperature=config.loop.temperature
+        model_path=str(model),
+        optim=config.optim,
+        compute_dtype=config.dtype,
+        temperature=config.loop.temperature,
     )
     problems = addition_problems(config.task)
     return Job(
@@ -84,6 +103,7 @@ def make_job(config: QuickstartConfig) -> Job:
         engine_config=engine,
         sampler=VllmConfig(
             model=str(model),
+            dtype=config.dtype,
             max_model_len=MAX_PROMPT_LEN + config.loop.max_new_tokens,
             max_num_seqs=64,
             kv_cache_gib=0.5,

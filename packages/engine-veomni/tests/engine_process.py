@@ -51,6 +51,7 @@ def make_engine(
     *,
     ep: int,
     dp_replicate_size: int = 1,
+    ulysses_size: int = 1,
     **changes: Any,  # noqa: ANN401
 ) -> VeomniEngine:
     settings: dict[str, Any] = {
@@ -58,8 +59,9 @@ def make_engine(
         "compute_dtype": "float32",
         "temperature": TEMPERATURE,
         "parallel": ParallelState(
-            dp_size=dist.get_world_size(),
+            dp_size=dist.get_world_size() // ulysses_size,
             dp_replicate_size=dp_replicate_size,
+            ulysses_size=ulysses_size,
             extra_parallel_sizes=ExtraParallelSizes.of(ep=ep),
         ),
         "optim": OptimConfig(
@@ -102,10 +104,10 @@ def raised(kind: type[Exception], action: Callable[[], object]) -> str:
 
 def check_against_reference(engine: VeomniEngine, folder: Path) -> None:
     """Logprobs, loss, gradient and one step are those of plain transformers on one process."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parallel = engine.config.parallel
     reference = load_file(folder / "reference.safetensors")
     assert_bit_equal(exported(engine), read_folder(folder / "model"))
-    batches = batches_of(rank, world_size)
+    batches = batches_of(dist.get_rank() // parallel.ulysses_size, parallel.dp_size)
     for given, logprobs in zip(batches, engine.logprobs(batches), strict=True):
         pieces = logprobs.cpu().split(given.cu_seqlens.diff().tolist())
         for name, piece in zip(given.trajectory_ids, pieces, strict=True):
@@ -385,6 +387,19 @@ def four_ranks(folder: Path) -> None:
         )
         assert engine.expert_sharding.num_local_experts == 8 // ep
         check_against_reference(engine, folder)
+
+
+def ulysses(folder: Path) -> None:
+    """Ranks that share sequences: with the experts spread over them, and beside data parallelism.
+
+    Two key-value heads for four ranks, too: two ranks get a copy each.
+    """
+    for size, ep in ((2, 4), (4, 2), (4, 1)):
+        engine = make_engine(folder / "model", ep=ep, ulysses_size=size)
+        check_against_reference(engine, folder)
+    given = batches_of(0 if dist.get_rank() < 3 else 1, 2)
+    text = raised(ValueError, lambda: engine.logprobs(given))
+    assert "ranks 0 to 3 share their sequences (ulysses_size = 4), but rank 3 was given" in text
 
 
 def check_bfloat16(folder: Path, *, ep: int, **changes: Any) -> float:  # noqa: ANN401

@@ -12,13 +12,25 @@ from parallel_state import ExtraParallelSizes, ParallelState
 CONFIG = VeomniConfig(model_path="model", optim=OptimConfig(learning_rate=1e-5))
 
 
-@pytest.mark.parametrize("name", ["ulysses_size", "tensor_size", "pipeline_size"])
+@pytest.mark.parametrize("name", ["tensor_size", "pipeline_size"])
 def test_other_degrees_are_refused(name: str) -> None:
     """A degree that this engine does not run is no inert setting."""
     sizes: dict[str, Any] = {name: 2}
     parallel = ParallelState(**sizes)
     with pytest.raises(ValueError, match=rf"parallel\.{name} = 2: .* set {name} to 1"):
         attrs.evolve(CONFIG, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("router_replay", "logprobs"), ("router_statistics", True)]
+)
+def test_slices_have_no_routes_of_their_own(name: str, value: object) -> None:
+    """What is kept of a micro-batch's routes has no place for ranks that hold a slice of it."""
+    changes: dict[str, Any] = {name: value, "parallel": ParallelState(ulysses_size=2)}
+    with pytest.raises(
+        ValueError, match=rf"{name} with parallel\.ulysses_size = 2: .* leave {name}"
+    ):
+        attrs.evolve(CONFIG, **changes)
 
 
 def test_other_axes_are_refused() -> None:

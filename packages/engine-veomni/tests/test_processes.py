@@ -93,6 +93,11 @@ def test_four_ranks_equal_plain_transformers(folder: Path) -> None:
     run_ranks("four_ranks", 4, folder)
 
 
+def test_ranks_that_share_sequences_equal_plain_transformers(folder: Path) -> None:
+    """Ulysses 2 and 4, with experts over all ranks, over half of them, and over none (A08, A38)."""
+    run_ranks("ulysses", 4, folder)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_one_gpu_equals_plain_transformers(folder: Path) -> None:

@@ -13,8 +13,8 @@ from engine_fsdp.head import TokenStatistics
 from engine_fsdp.inputs import ModelInputs, model_inputs
 from engine_fsdp.model import PackedCausalLM
 from engine_fsdp.sharding import num_ranks, shard
-from engine_fsdp.ulysses import gather_rows
 from parallel_state.mesh import Meshes
+from parallel_state.ulysses import gather_rows
 from rl_contracts.train import TokenBatch
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

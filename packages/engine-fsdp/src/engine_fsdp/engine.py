@@ -15,7 +15,6 @@ from engine_fsdp.config import FsdpConfig
 from engine_fsdp.devices import claim_device
 from engine_fsdp.exporting import exported_weights
 from engine_fsdp.head import TokenStatistics
-from engine_fsdp.inputs import check_shared
 from engine_fsdp.lora import Adapters
 from engine_fsdp.losses import GuardedLosses, gradient_problem
 from engine_fsdp.model import load_model
@@ -27,7 +26,7 @@ from engine_fsdp.sharding import clip_gradients, gradient_norm
 from engine_fsdp.state import TrainingState
 from engine_fsdp.training_set import block_matrices, freeze, trained_parameters
 from parallel_state.mesh import build_meshes
-from rl_contracts.batch_checks import check_together
+from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult, TokenBatch

@@ -11,12 +11,11 @@ from torch import Tensor
 from engine_fsdp.compute import ShardedPolicy
 from engine_fsdp.config import FsdpConfig
 from engine_fsdp.devices import claim_device
-from engine_fsdp.inputs import check_shared
 from engine_fsdp.model import load_model
 from engine_fsdp.parking import Parked, park, require_on_device, require_parkable, unpark
 from engine_fsdp.roll_call import RollCall, require_process_group
 from parallel_state.mesh import build_meshes
-from rl_contracts.batch_checks import check_together
+from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT
 

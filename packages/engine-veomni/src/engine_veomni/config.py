@@ -80,21 +80,32 @@ class VeomniConfig:
     the largest stack of 30B-A3B in bfloat16 (768 MiB)."""
 
     parallel: ParallelState = attrs.field(factory=ParallelState)
-    """Ranks: `dp_size` in all, `dp_replicate_size` copies of the model, and the experts of a
-    layer spread over `extra_parallel_sizes["ep"]` of them. Other degrees are refused."""
+    """Ranks: `dp_size` times `ulysses_size` in all, `dp_replicate_size` copies of the model,
+    `ulysses_size` neighbours that share every sequence, and the experts of a layer spread over
+    `extra_parallel_sizes["ep"]` of them. Other degrees are refused."""
 
     def __attrs_post_init__(self) -> None:
         """Refuse degrees that this engine does not run."""
         for name, size in (
-            ("ulysses_size", self.parallel.ulysses_size),
             ("tensor_size", self.parallel.tensor_size),
             ("pipeline_size", self.parallel.pipeline_size),
         ):
             if size != 1:
                 message = (
                     f"parallel.{name} = {size}: engine-veomni splits work over data-parallel and "
-                    f"expert-parallel ranks only (dp_size, extra_parallel_sizes['ep']); "
-                    f"set {name} to 1"
+                    "expert-parallel ranks (dp_size, extra_parallel_sizes['ep']) and shares "
+                    f"sequences (ulysses_size); set {name} to 1"
+                )
+                raise ValueError(message)
+        for name, is_set in (
+            ("router_replay", self.router_replay != "none"),
+            ("router_statistics", self.router_statistics),
+        ):
+            if is_set and self.parallel.ulysses_size > 1:
+                message = (
+                    f"{name} with parallel.ulysses_size = {self.parallel.ulysses_size}: which "
+                    "expert a token goes to is kept per micro-batch, and each rank has a slice of "
+                    f"it; set ulysses_size to 1, or leave {name} out"
                 )
                 raise ValueError(message)
         if (axes := set(self.parallel.extra_parallel_sizes)) != {"ep"}:

@@ -22,7 +22,7 @@ from engine_veomni.routing import Router, RouterStatistics
 from engine_veomni.sharded_policy import ShardedPolicy
 from engine_veomni.veomni_state import VeomniState
 from parallel_state.collectives import ShardedParameters, clip_grads_, global_grad_norm
-from rl_contracts.batch_checks import check_together
+from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT, LossFn, NamedTensor, StepResult, TokenBatch
@@ -106,7 +106,7 @@ class VeomniEngine:
             ValueError: on every rank, if the ranks were given different numbers of micro-batches,
                 or one of them is malformed.
         """
-        check_together("logprobs", micro_batches, vocab_size=self._policy.vocab_size)
+        self._check("logprobs", micro_batches)
         try:
             if self._router is not None:
                 self._router.forget()
@@ -135,7 +135,7 @@ class VeomniEngine:
         """
         agreed = AgreedLoss(loss_fn)
         with self._dropping_gradient_on_error():
-            check_together("forward_backward", micro_batches, vocab_size=self._policy.vocab_size)
+            self._check("forward_backward", micro_batches)
             if self._router is not None:
                 self._router.start(micro_batches)
             for batch in micro_batches:
@@ -146,7 +146,9 @@ class VeomniEngine:
                     (loss * self._config.parallel.data_size).backward()
             totals = agreed.sum_over_ranks(policy_version=self._policy_version)
         self._has_gradient = True
-        return totals
+        # ranks that share their sequences each computed the whole loss of them
+        ulysses_size = self._config.parallel.ulysses_size
+        return {name: total / ulysses_size for name, total in totals.items()}
 
     def router_statistics(self) -> RouterStatistics:
         """How the tokens of the last `forward_backward` were routed; called on all ranks.
@@ -245,6 +247,11 @@ class VeomniEngine:
             source=Path(self._config.model_path),
             dtype_name=self._config.resolved_export_dtype,
         )
+
+    def _check(self, method: str, micro_batches: Sequence[TokenBatch]) -> None:
+        """Refuse malformed micro-batches, on all ranks."""
+        check_together(method, micro_batches, vocab_size=self._policy.vocab_size)
+        check_shared(method, micro_batches, ulysses_size=self._config.parallel.ulysses_size)
 
     @contextmanager
     def _entered(self, batch: TokenBatch, *, trains: bool) -> Iterator[None]:

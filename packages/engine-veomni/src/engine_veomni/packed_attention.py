@@ -4,13 +4,17 @@ Registered under a name of its own, so that transformers builds no `[tokens, tok
 sequence is attended to by itself, and no token can see another sequence.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from parallel_state.ulysses import attend_together
 
 ATTENTION_NAME: Final = "engine_veomni_packed"
 """Name under which transformers knows this attention."""
@@ -18,36 +22,45 @@ ATTENTION_NAME: Final = "engine_veomni_packed"
 
 def packed_attention(
     module: torch.nn.Module,  # noqa: ARG001
-    query: Float[Tensor, "1 heads tokens head_dim"],
-    key: Float[Tensor, "1 kv_heads tokens head_dim"],
-    value: Float[Tensor, "1 kv_heads tokens head_dim"],
+    query: Float[Tensor, "1 heads slice head_dim"],
+    key: Float[Tensor, "1 kv_heads slice head_dim"],
+    value: Float[Tensor, "1 kv_heads slice head_dim"],
     attention_mask: None,  # noqa: ARG001
     *,
     scaling: float,
     sequence_lengths: tuple[int, ...],
     cu_seqlens: Int[Tensor, " sequences_plus_1"],
+    ulysses_group: dist.ProcessGroup | None = None,
     **_: object,
-) -> tuple[Float[Tensor, "1 tokens heads head_dim"], None]:
+) -> tuple[Float[Tensor, "1 slice heads head_dim"], None]:
     """Attend causally within each of the sequences, whose lengths add up to the row.
+
+    With a group the row is that of all its ranks, of which this one holds a slice.
 
     torch's kernel for sequences of all lengths at once runs on CUDA in bfloat16; elsewhere there is
     one call for each sequence.
     """
-    if query.is_cuda and query.dtype == torch.bfloat16:
-        attended = _attend_at_once(
-            query, key, value, scaling, sequence_lengths=sequence_lengths, cu_seqlens=cu_seqlens
-        )
-    else:
-        attended = _attend_one_by_one(query, key, value, scaling, sequence_lengths)
-    return attended, None
+    attend = functools.partial(
+        _attend_at_once if query.is_cuda and query.dtype == torch.bfloat16 else _attend_one_by_one,
+        scaling=scaling,
+        sequence_lengths=sequence_lengths,
+        cu_seqlens=cu_seqlens,
+    )
+    rows = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
+    attended = (
+        attend(*rows)
+        if ulysses_group is None
+        else attend_together(attend, *rows, group=ulysses_group)
+    )
+    return attended.unsqueeze(0), None
 
 
 def _attend_at_once(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float,
     *,
+    scaling: float,
     sequence_lengths: tuple[int, ...],
     cu_seqlens: Tensor,
 ) -> Tensor:
@@ -60,14 +73,20 @@ def _attend_at_once(
     # for it, and its kernel does it unasked
     if "enable_gqa" in inspect.signature(attend).parameters:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    rows = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
-    return attend(*rows, cu_seqlens, cu_seqlens, longest, longest, **options).unsqueeze(0)
+    return attend(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
 
 
 def _attend_one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, sequence_lengths: tuple[int, ...]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    sequence_lengths: tuple[int, ...],
+    cu_seqlens: Tensor,  # noqa: ARG001
 ) -> Tensor:
     lengths = list(sequence_lengths)
+    query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
             part_query, part_key, part_value, is_causal=True, scale=scaling, enable_gqa=True
@@ -79,7 +98,7 @@ def _attend_one_by_one(
             strict=True,
         )
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2)
+    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
 
 
 def register_packed_attention() -> None:

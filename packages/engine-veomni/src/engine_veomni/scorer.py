@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine_veomni.config import VeomniConfig
 from engine_veomni.sharded_policy import ShardedPolicy
-from rl_contracts.batch_checks import check_together
+from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.train import BatchT
 
 
@@ -33,6 +33,7 @@ class VeomniScorer:
         """
         self._policy = ShardedPolicy(config, device=device)
         self._policy.model.requires_grad_(False)
+        self._ulysses_size = config.parallel.ulysses_size
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
@@ -43,6 +44,7 @@ class VeomniScorer:
                 or one of them is malformed.
         """
         check_together("logprobs", micro_batches, vocab_size=self._policy.vocab_size)
+        check_shared("logprobs", micro_batches, ulysses_size=self._ulysses_size)
         try:
             found = []
             for batch in micro_batches:

@@ -47,7 +47,13 @@ class ShardedPolicy:
 
     def logprobs(self, batch: BatchT) -> Float[Tensor, " tokens"]:
         """Log-probabilities of the given tokens; call it inside of `entered`."""
-        return token_logprobs(self.model, batch, device=self._device, temperature=self._temperature)
+        return token_logprobs(
+            self.model,
+            batch,
+            device=self._device,
+            temperature=self._temperature,
+            ulysses_group=self.state.ulysses_group,
+        )
 
     @contextmanager
     def entered(self) -> Iterator[None]:

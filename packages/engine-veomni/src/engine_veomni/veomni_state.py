@@ -23,6 +23,7 @@ class _RawState(Protocol):
 
     ep_group: dist.ProcessGroup
     ep_enabled: bool
+    ulysses_group: dist.ProcessGroup | None
     device_type: str
 
 
@@ -64,6 +65,11 @@ class VeomniState:
     def ep_group(self) -> dist.ProcessGroup | None:
         """Process group of those ranks; None without expert parallelism."""
         return self._raw.ep_group if self._raw.ep_enabled else None
+
+    @property
+    def ulysses_group(self) -> dist.ProcessGroup | None:
+        """Process group of the ranks that share every sequence; None where none do."""
+        return self._raw.ulysses_group if self._state.ulysses_size > 1 else None
 
     @property
     def ep_fsdp_size(self) -> int:

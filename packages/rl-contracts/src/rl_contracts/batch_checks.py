@@ -4,6 +4,7 @@ A rank that stopped at its own malformed micro-batch would leave the others wait
 rank looks at its own, tells the others, and all of them refuse with the same message.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,41 @@ def check_together(method: str, micro_batches: Sequence[TokenBatch], *, vocab_si
     """
     reports = from_all_ranks(inspect_batches(micro_batches, vocab_size=vocab_size))
     refuse_malformed(method, reports)
+
+
+def check_shared(method: str, micro_batches: Sequence[TokenBatch], *, ulysses_size: int) -> None:
+    """Refuse on all ranks that those which share their sequences were given different ones.
+
+    Args:
+        method: what the ranks are about to do, for the message.
+        micro_batches: this rank's, checked by `check_together`.
+        ulysses_size: neighbouring ranks that share every sequence.
+
+    Raises:
+        ValueError: names the ranks.
+    """
+    if ulysses_size == 1:
+        return
+    digests = from_all_ranks(_digest(micro_batches))
+    for rank, digest in enumerate(digests):
+        first = rank - rank % ulysses_size  # the innermost axis: neighbours share
+        if digest != digests[first]:
+            message = (
+                f"{method}: ranks {first} to {first + ulysses_size - 1} share their sequences "
+                f"(ulysses_size = {ulysses_size}), but rank {rank} was given other micro-batches "
+                f"than rank {first}; deal them out to dp_size ranks and hand rank r the share "
+                "r // ulysses_size"
+            )
+            raise ValueError(message)
+
+
+def _digest(micro_batches: Sequence[TokenBatch]) -> int:
+    """The same in every process for the same tokens; of loss masks and sequences too."""
+    digest = 0
+    for batch in micro_batches:
+        for tensor in (batch.token_ids, batch.cu_seqlens, batch.loss_mask):
+            digest = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), digest)
+    return digest
 
 
 def inspect_batches(micro_batches: Sequence[TokenBatch], *, vocab_size: int) -> BatchReport:
