@@ -42,6 +42,8 @@ from rl_metrics import (
     CompletionPair,
     MetricsWriter,
     ProgressDisplay,
+    TrackerConfig,
+    Trackers,
     plot_run,
     print_completions,
     read_completions,
@@ -69,6 +71,10 @@ class RunSettings:
 
     checkpoint_every: int = attrs.field(default=15, validator=attrs.validators.ge(1))
     """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C."""
+
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Where else the metrics go, such as [{kind = "tensorboard"}]. Default: to metrics.jsonl alone,
+    which holds them in any case."""
 
     trainer_threads: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
@@ -136,6 +142,9 @@ class Job:
 
     needs: Sequence[Path] = ()
     """Files that must be there before anything starts."""
+
+    plan: Callable[[str], Sequence[str]] | None = None
+    """What the run would take of a device of this name, in lines; none where nothing says so."""
 
     try_next: Sequence[str]
     """Command lines that the user may want to run after this."""
@@ -338,12 +347,17 @@ class Conductor:
             ProgressDisplay(
                 num_steps=self.loop.num_steps, done_steps=done, console=self.console
             ) as display,
+            await self.open_trackers(display) as trackers,
         ):
+
+            async def record(step: int, metrics: dict[str, float]) -> None:
+                written = writer.write(step, metrics)
+                await asyncio.to_thread(trackers.write, written)  # which may wait for seconds
+                display.update(step, metrics)
 
             async def finish_step(step: int, metrics: dict[str, float]) -> bool:
                 metrics["time/elapsed/seconds"] = earlier + time.monotonic() - begin
-                writer.write(step, metrics)
-                display.update(step, metrics)
+                await record(step, metrics)
                 last = step == self.loop.num_steps
                 if step % self.settings.checkpoint_every == 0 or last or stop.requested:
                     display.stage("writing a checkpoint")
@@ -355,9 +369,7 @@ class Conductor:
                 display.stage("answering the held-out problems")
                 before = await self.greedy_answers(sampler)
                 write_completions(before, answers)
-                first = await evaluate()
-                writer.write(0, first)
-                display.update(0, first)
+                await record(0, await evaluate())
             display.stage("sampling and training")
             await self.job.loop(
                 Run(
@@ -373,6 +385,17 @@ class Conductor:
             )
             after = await self.greedy_answers(sampler)
             write_completions(joined(read_completions(answers), after), answers)
+
+    async def open_trackers(self, display: ProgressDisplay) -> Trackers:
+        """The run's trackers, with what the run has recorded so far."""
+        path = self.folder.path / "metrics.jsonl"
+        return await asyncio.to_thread(
+            Trackers.open,
+            self.settings.trackers,
+            folder=self.folder.path,
+            say=display.say,
+            records=read_metrics(path),
+        )
 
     async def evaluate(self, sampler: Actor[SamplerActor]) -> dict[str, float]:
         """Mean reward on the held-out problems, sampled as in training."""

@@ -97,6 +97,12 @@ def main(
     if arguments.dry_run:
         print(plan.effective)
         print_comments("the trainer's ranks", layout_picture(plan.job.parallel).splitlines())
+        if plan.job.plan is not None:
+            device = arguments.device or ("cpu" if plan.job.sampler.device == "cpu" else "h200")
+            try:
+                print_comments(f"predicted for {device}", plan.job.plan(device))
+            except (ValueError, OSError) as error:
+                print_comments(f"no prediction for {device}", [str(error)])
         print_comments("refused on this machine", refusals or ["nothing: it would run"])
         return 0
     for line in refusals:
@@ -228,6 +234,12 @@ def parse(
             choices=tuple(sizes),
             default=first,
             help=f"configuration to begin with; default: {first}",
+        )
+        parser.add_argument(
+            "--device",
+            metavar="NAME",
+            help="with --dry-run: what to predict memory and time for, such as h100-80g; "
+            "default: h200, or this CPU",
         )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the effective configuration and stop"

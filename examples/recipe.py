@@ -13,6 +13,9 @@ import torch
 from actors import Engine, Scorer
 from conduct import Job, OverlongPrompts, Problems, RunSettings, TrainLoop
 from grpo import LoopConfig
+from plan_device import find_device
+from plan_model import read_model
+from run_plan import plan_run
 from tiny_models import Architecture, model_folder, sorting_problems, tiny_model
 
 from engine_fsdp import FsdpConfig, FsdpEngine, FsdpScorer
@@ -158,8 +161,35 @@ def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:
         prepare_model=functools.partial(prepare_model, Path(engine.model_path)),
         problems=recipe.data.problems,
         needs=needed_files(recipe),
+        plan=functools.partial(plan_of, recipe),
         try_next=(),
     )
+
+
+def plan_of(recipe: Recipe, device: str) -> list[str]:
+    """What the run would take of a device, as lines of text; loads nothing.
+
+    Prompts are taken to have 256 tokens and completions half of the longest, where there is room.
+    """
+    loop = recipe.loop
+    sequences = loop.groups_per_step * loop.group_size
+    shares_devices = recipe.sampler.enable_sleep
+    plan = plan_run(
+        engine=recipe.engine,
+        sampler=recipe.sampler,
+        model=read_model(str(recipe.engine.model_path)),
+        device=find_device(device),
+        colocated=shares_devices,
+        overlapped=not shares_devices and loop.max_staleness > 0,
+        micro_batch_tokens=loop.max_tokens_per_micro_batch,
+        sequences_in_flight=sequences * (loop.max_staleness + 1),
+        mean_prompt_tokens=min(256.0, recipe.data.max_prompt_tokens / 2),
+        mean_completion_tokens=loop.max_new_tokens / 2,
+        groups_per_step=loop.groups_per_step,
+        group_size=loop.group_size,
+        reference=loop.has_kl_term,
+    )
+    return str(plan).splitlines()
 
 
 def needed_files(recipe: Recipe) -> list[Path]:

@@ -117,7 +117,11 @@ def test_the_readme_tree_is_complete() -> None:
     """The README's tree names every entry of the root and every example, and nothing else."""
     files = tracked_files()
     top = {path.relative_to(ROOT).parts[0] for path in files}
-    examples = {path.name for path in files if path.parent == ROOT / "examples"}
+    examples = {
+        path.relative_to(ROOT / "examples").parts[0]
+        for path in files
+        if path.is_relative_to(ROOT / "examples")
+    }
     test_folders = {
         path.relative_to(ROOT).parts[1]
         for path in files

@@ -4,7 +4,7 @@
     model      Qwen3-30B-A3B: 128 experts in a layer, 8 of them for a token
     training   engine-veomni, 8 ranks, expert parallelism 8
     sampling   rollout-vllm, data parallel 8, expert parallelism 8
-    devices    8 accelerators of 80 GB or more that trainer and sampler take turns on
+    devices    8 accelerators of 141 GB that trainer and sampler take turns on
 
 --size tiny runs the same loop to its end on two CPU cores: a Qwen3-MoE of 448 thousand parameters
 that half knows how to sort digits, two ranks, expert parallelism 2.
@@ -66,7 +66,7 @@ def full() -> Recipe:
             max_model_len=2048 + 8192,
             data_parallel_size=8,
             expert_parallel_size=8,
-            gpu_memory_utilization=0.7,
+            gpu_memory_utilization=0.5,  # 0.7 there, where the trainer's weights leave the device
             max_num_seqs=128,
             max_num_batched_tokens=1024,
             enable_chunked_prefill=True,

@@ -107,10 +107,14 @@ def test_asynchronous_groups_learn_within_their_bound(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_model_learns(tmp_path: Path) -> None:
-    """GRPO with a KL term through engine-fsdp."""
-    _, records = finished(RECIPES[1], tmp_path)
+    """GRPO with a KL term through engine-fsdp; TensorBoard gets the metrics too."""
+    folder, records = finished(RECIPES[1], tmp_path, 'run.trackers=[{kind="tensorboard"}]')
     assert heldout(records)[-1] > heldout(records)[0] + 0.1
     assert next(column(records, "kl/ref/mean")) == pytest.approx(0.0, abs=1e-6)
+    (events,) = (folder / "tensorboard").iterdir()
+    assert events.stat().st_size > 0
+    effective = (folder / "effective_config.toml").read_text(encoding="utf-8")
+    assert 'trackers = [{ kind = "tensorboard" }]  # command line' in effective
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -127,12 +131,27 @@ def test_a_laptop_shows_the_full_size(
     file.write_text(shown, encoding="utf-8")
     assert load_config(Recipe, file=file).value.sampler.device == "cuda"
     assert "# the trainer's ranks\n" in shown
+    assert "# predicted for h200\n" in shown
+    assert "# memory of a device, GiB" in shown
+    assert "# refused\n" not in shown  # it fits
     assert run_here(recipe, f"run.folder={tmp_path / 'runs'}") == 2
     refused = capsys.readouterr().err
     assert all(f"# {line}\n" in shown for line in refused.splitlines())
     assert "expected the file models/Qwen3-" in refused
     assert "sampler.device = 'cuda': this loop runs trainer and sampler on CPUs" in refused
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_layout_that_does_not_fit_is_found_on_a_laptop(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Eight devices of 80 GB hold no 30B-A3B whose optimizer stays on them beside a sampler."""
+    assert run_here(RECIPES[0], "--dry-run", "--device", "h100-80g") == 0
+    shown = capsys.readouterr().out
+    assert "#   - does not fit by " in shown
+    assert "#     do: " in shown
+    assert run_here(RECIPES[0], "--dry-run", "--device", "b300") == 0
+    assert "# device 'b300': expected one of h200, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def version(number: int) -> PolicyVersion:
 
 def restored(trained_version: int, config: SchedulerConfig) -> Scheduler:
     state: JsonValue = {
-        "format": 2,
+        "format": 2,  # of the first release; read as well
         "trained_version": trained_version,
         "groups_per_step": config.groups_per_step,
         "trained_ahead": [],
@@ -220,7 +220,7 @@ def test_restore_with_settings_that_would_break_the_order_is_refused() -> None:
         Scheduler.from_state(state, SchedulerConfig(num_steps=2, groups_per_step=8))
     with pytest.raises(ValueError, match=r"has 5 steps behind it, .* has num_steps 4"):
         restored(5, SchedulerConfig(num_steps=4, groups_per_step=1))
-    with pytest.raises(ValueError, match=r"expected a scheduler state of format 2, got \[1\]"):
+    with pytest.raises(ValueError, match=r"expected a scheduler state of format 2 or 3, got \[1\]"):
         Scheduler.from_state([1], SchedulerConfig(num_steps=1, groups_per_step=1))
     with pytest.raises(ValueError, match=r"expected trained_version as an int .* got 'x'"):
         Scheduler.from_state(
@@ -396,7 +396,7 @@ def test_resume_in_completion_order_skips_what_was_trained_ahead() -> None:
     assert scheduler.take_batch() is not None
     scheduler.trained(version(1))
     state = json.loads(json.dumps(scheduler.state()))
-    assert state["trained_ahead"] == [1, 3]
+    assert state["consumed_ahead"] == [1, 3]
     resumed = Scheduler.from_state(state, config)
     resumed.published(version(1))
     assert sample_all(resumed) == [0, 2, 4, 5]
@@ -404,7 +404,7 @@ def test_resume_in_completion_order_skips_what_was_trained_ahead() -> None:
     with pytest.raises(ValueError, match=r"trained on 2 groups ahead .* keep order 'completion'"):
         Scheduler.from_state(state, in_order)
     with pytest.raises(ValueError, match="do not go together"):
-        Scheduler.from_state({**state, "trained_ahead": [0, 3]}, config)
+        Scheduler.from_state({**state, "consumed_ahead": [0, 3]}, config)
 
 
 def test_a_lead_in_groups_is_finer_than_a_step() -> None:

@@ -309,6 +309,41 @@ def test_effective_text_reads_back(tmp_path: Path) -> None:
     assert 'kind = "clip"' in text
 
 
+@attrs.frozen(kw_only=True)
+class Several:
+    """Tuples and tables of configurations."""
+
+    losses: tuple[Clip | Plain, ...] = ()
+    """Any number of them."""
+
+    optims: tuple[Optim, ...] = ()
+    """Of one class, which needs no kind."""
+
+    by_name: Mapping[str, Optim] = attrs.field(factory=dict)
+    """Under names."""
+
+
+def test_tuples_of_configurations_are_written_and_read_back(tmp_path: Path) -> None:
+    """Each as one table, with its kind where there is a choice."""
+    given = Several(losses=(Clip(clip_low=0.3), Plain()), optims=(Optim(lr=0.5),))
+    text = effective_toml(load_config(Several, defaults=given))
+    assert '[{ kind = "clip", clip_low = 0.3 }, { kind = "plain" }]' in text
+    file = tmp_path / "several.toml"
+    file.write_text(text)
+    assert load_config(Several, file=file).value == given
+    chosen = load_config(Several, overrides=['losses=[{kind="plain"}]']).value
+    assert chosen.losses == (Plain(),)
+
+
+def test_problems_in_a_table_of_names_have_their_whole_path() -> None:
+    """The name is part of the path."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(Several, overrides=["by_name.a.lr='fast'", "by_name.b.lr=1.0"])
+    assert [str(problem) for problem in caught.value.problems] == [
+        "by_name.a.lr: expected float, got 'fast' (str)  [command line]"
+    ]
+
+
 def test_help_shows_every_setting() -> None:
     """The help names each setting with type, default and docstring."""
     text = settings_help(Run)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from rl_metrics import StepRecord, plot_run
-from rl_metrics.figure import COLOURS
+from rl_metrics import RunReport, StepRecord, plot_comparison, plot_run, staleness_histogram
+from rl_metrics.figure import COLOURS, SHARE_COLOURS
 
 
 @pytest.fixture
@@ -81,6 +81,27 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of the 0 records holds a metric that is drawn"):
         plot_run([], tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stacked_panel_is_drawn_in_its_own_colours(tmp_path: Path) -> None:
+    """Half the trajectories fresh, half one step stale: the two fill the panel evenly."""
+    values = staleness_histogram([0, 0, 1, 1])
+    records = [StepRecord(step=step, unix_seconds=0.0, values=values) for step in range(1, 5)]
+    plot_run(records, tmp_path / "a.png")
+    fresh, stale = (pixels_of(tmp_path / "a.png", colour) for colour in SHARE_COLOURS[:2])
+    assert fresh > 10_000
+    assert 0.95 < fresh / stale < 1.05
+
+
+def test_two_runs_are_overlaid(records: list[StepRecord], tmp_path: Path) -> None:
+    """Each run has its colour in every panel; a metric that only the second has keeps it too."""
+    first = RunReport(title="a", records=records[:1])
+    second = RunReport(title="b", records=records)
+    plot_comparison(first, second, tmp_path / "a.png")
+    assert pixels_of(tmp_path / "a.png", COLOURS[1]) > 1000
+    empty = RunReport(title="c", records=[])
+    with pytest.raises(ValueError, match="neither c nor c holds a metric that is drawn"):
+        plot_comparison(empty, empty, tmp_path / "b.png")
 
 
 def test_pyplot_and_global_settings_are_left_alone(

@@ -1,5 +1,6 @@
 """The progress display."""
 
+import html
 import io
 import os
 import pty
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 from rich.console import Console
@@ -129,6 +132,83 @@ def test_the_reward_is_legible_at_every_width(width: int) -> None:
     assert "0.312" in row
     assert "0.250" in row
     assert max(len(line) for line in lines) <= width
+
+
+FLOW = {
+    "idle/trainer/fraction": 0.042,
+    "idle/sampler/fraction": 0.1,
+    "queue/ready/mean": 41.4,
+    "queue/in_flight/mean": 1128.0,
+    "staleness/trajectory/max": 3.0,
+    "lost/tokens/fraction": 0.004,
+}
+
+
+def test_an_asynchronous_run_shows_who_waits_for_whom() -> None:
+    """In the moving display and in a log file's line."""
+    shown = "trainer idle 4%  samplers idle 10%  waiting 41  stale 3  lost 0.4%"
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None, _environ={})
+    with ProgressDisplay(num_steps=16, console=console) as display:
+        display.update(3, VALUES | FLOW)
+    text = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", file.getvalue())
+    assert shown in text
+    console, file = plain_console()
+    with ProgressDisplay(num_steps=16, console=console) as display:
+        display.update(3, FLOW)
+    assert f"{shown}  in flight 1,128  elapsed" in file.getvalue()
+
+
+@dataclass
+class Output:
+    """An output of a notebook cell, as IPython gives it: what was put into it."""
+
+    contents: list[str]
+
+    def update(self, obj: object) -> None:
+        self.contents.append(obj._repr_mimebundle_()["text/html"])  # type: ignore[attr-defined]
+
+
+def test_a_notebook_has_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest twelve steps under one header, and nothing of a stage's text is markup."""
+    outputs: list[Output] = []
+
+    def display_output(_: object, *, display_id: bool) -> Output:
+        assert display_id
+        outputs.append(Output(contents=[]))
+        return outputs[-1]
+
+    # IPython is there only where a notebook runs
+    ipython, ipython_display = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython_display.display = display_output  # type: ignore[attr-defined]
+    ipython.display = ipython_display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython_display)
+    file = io.StringIO()
+    console = Console(file=file, force_jupyter=True, _environ={})
+    with ProgressDisplay(num_steps=20, console=console) as display:
+        for step in range(1, 16):
+            display.update(step, VALUES)
+        display.stage("see <b>x</b>")
+    (output,) = outputs
+    during, after = output.contents[-2:]
+    text = html.unescape(re.sub(r"<[^>]+>", "", during))
+    assert len(re.findall(r"^ *\d+/20 ", text, flags=re.MULTILINE)) == 12
+    assert text.count("tokens/s") == 1
+    assert text.index("4/20") < text.index("15/20")
+    assert "see <b>x</b>" in text
+    assert "<b>" not in during
+    assert "see " not in after
+    assert file.getvalue() == ""
+
+
+def test_a_notebook_without_ipython_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich takes some services for Jupyter that are none."""
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    console = Console(file=io.StringIO(), force_jupyter=True, record=True, _environ={})
+    with ProgressDisplay(num_steps=2, console=console) as display:
+        display.update(1, VALUES)
+    assert "step 1/2  reward 0.312" in console.export_text()
 
 
 PROGRAM = textwrap.dedent("""

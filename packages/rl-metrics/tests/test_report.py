@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_metrics import (
+    METRICS,
     CompletionPair,
     MetricsWriter,
     RunReport,
@@ -16,6 +17,7 @@ from rl_metrics import (
     write_completions,
     write_report,
 )
+from rl_metrics.panels import PANELS
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}\u202e\x1b[31m"
 
@@ -123,7 +125,22 @@ def test_headlines_and_tables_hold_the_runs_numbers(
             assert "reward/train/meanreward0.1250.750.1250.75Mean reward" in text
         else:
             assert expected in text
-    assert Page(path).tags.count("svg") == 4
+    assert Page(path).tags.count("figure") == 4
+    assert Page(path).tags.count("svg") == 5  # the first one for wide and for narrow pages
+
+
+def test_panels_without_numbers_are_named(records: list[StepRecord], tmp_path: Path) -> None:
+    """A reader who looks for the entropy is told that the run did not record it."""
+    path = tmp_path / "report.html"
+    write_report(RunReport(title="A run", records=records), path)
+    text = Page(path).text
+    assert "Not recorded in this run: Ended by the model, Groups without spread, Grad" in text
+    everything = StepRecord(step=1, unix_seconds=0.0, values=dict.fromkeys(METRICS, 0.5))
+    write_report(RunReport(title="A run", records=[everything]), path)
+    page = Page(path)
+    assert "Not recorded" not in page.text
+    assert page.tags.count("figure") == len(PANELS)
+    assert all(panel.title in page.text for panel in PANELS)
 
 
 def test_sections_without_content_are_left_out(records: list[StepRecord], tmp_path: Path) -> None:

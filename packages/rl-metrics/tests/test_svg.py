@@ -7,7 +7,8 @@ import pytest
 
 from rl_metrics.names import METRICS
 from rl_metrics.panels import PANELS, Line, Panel, Series
-from rl_metrics.svg import line_chart, number
+from rl_metrics.svg import line_chart
+from rl_metrics.svg_axes import number
 
 PANEL = Panel(title="A & <b>", unit="s", lines=(Line(metric="x", label="x"),), from_zero=True)
 LOG = Panel(title="L", unit="nats", lines=(Line(metric="x", label="x"),), scale="log")

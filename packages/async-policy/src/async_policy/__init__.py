@@ -3,7 +3,9 @@
 Loads neither torch nor ray; `local_cluster` imports ray when it starts.
 """
 
-from async_policy.checkpoints import Checkpoint, CheckpointStore
+from async_policy.actor_spec import ActorSpec, Cluster, Node
+from async_policy.batch import Activity, Batch
+from async_policy.checkpoints import Checkpoint, CheckpointStore, KeepBest
 from async_policy.errors import (
     ActorError,
     ActorLostError,
@@ -12,31 +14,31 @@ from async_policy.errors import (
     CheckpointError,
     ClusterError,
     GroupLostError,
+    RefillError,
     SamplingError,
     StalledError,
     VersionError,
     WaitTimeoutError,
+    WorkerPoolError,
 )
 from async_policy.json_files import JsonValue, read_json, write_json
-from async_policy.pipeline import Batch, Rollouts, Timeouts
-from async_policy.ray_cluster import (
-    Actor,
-    ActorSpec,
-    Cluster,
-    describe_failure,
-    local_cluster,
-    wait_ready,
-)
-from async_policy.scheduler import (
+from async_policy.pipeline import Rollouts, Timeouts
+from async_policy.placement import Reservation, reserve
+from async_policy.ray_actor import Actor, describe_failure, wait_ready
+from async_policy.ray_cluster import connect, local_cluster
+from async_policy.schedule import (
     ConsumptionOrder,
     ReadyGroup,
-    Scheduler,
+    Refill,
     SchedulerConfig,
     Ticket,
 )
+from async_policy.scheduler import Scheduler
 from async_policy.verl_settings import VerlAsyncSettings, VerlTranslation, from_verl
+from async_policy.worker_pool import PoolLimits, WorkerPool, WorkerStatus
 
 __all__ = [
+    "Activity",
     "Actor",
     "ActorError",
     "ActorLostError",
@@ -52,7 +54,13 @@ __all__ = [
     "ConsumptionOrder",
     "GroupLostError",
     "JsonValue",
+    "KeepBest",
+    "Node",
+    "PoolLimits",
     "ReadyGroup",
+    "Refill",
+    "RefillError",
+    "Reservation",
     "Rollouts",
     "SamplingError",
     "Scheduler",
@@ -64,10 +72,15 @@ __all__ = [
     "VerlTranslation",
     "VersionError",
     "WaitTimeoutError",
+    "WorkerPool",
+    "WorkerPoolError",
+    "WorkerStatus",
+    "connect",
     "describe_failure",
     "from_verl",
     "local_cluster",
     "read_json",
+    "reserve",
     "wait_ready",
     "write_json",
 ]

@@ -6,10 +6,10 @@ meant. The mark alone would not do: ray and vLLM rename their processes, and the
 overwrites the environment that the kernel shows. Nor would parents and children: ray's main
 process dies with the driver, and leaves its own as nobody's.
 
-The guard waits until its standard input ends. If nothing came through it, the driver was killed,
-and the guard ends the processes that are left and removes the folder. Ray by itself takes about a
-minute to notice that its driver was killed (63 s with ray 2.60), in which a resumed run would
-share CPUs and memory with the old one.
+The guard waits until its standard input ends. If nothing came through it, the driver was killed or
+could not clean up, and the guard ends the processes that are left and removes the folder. Ray by
+itself takes about a minute to notice that its driver was killed (63 s with ray 2.60), in which a
+resumed run would share CPUs and memory with the old one.
 """
 
 import os
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,12 +42,12 @@ END_LIMIT_S = 15.0
 """Seconds after which a process that is still there, SIGKILL or not, is an error."""
 
 
-def cluster_processes(mark: str, folder: Path) -> list[int]:
-    """Ids of the cluster's living processes, this one aside."""
+def cluster_processes(mark: str, folder: Path, *, driver: int | None = None) -> list[int]:
+    """Ids of the cluster's living processes, this one and the driver aside."""
     entry = f"{CLUSTER_MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        if int(path.name) == os.getpid():
+        if int(path.name) in {os.getpid(), driver}:
             continue
         try:
             marked = entry in (path / "environ").read_bytes().split(b"\0")
@@ -58,14 +58,16 @@ def cluster_processes(mark: str, folder: Path) -> list[int]:
     return found
 
 
-def end_processes(mark: str, folder: Path, *, grace_s: float) -> None:
+def end_processes(mark: str, folder: Path, *, grace_s: float, driver: int | None = None) -> None:
     """Wait until the cluster's processes have ended; kill those that are left after `grace_s`.
+
+    The driver is not one of them, though it writes ray's logs: this process, or `driver`.
 
     Raises:
         ClusterError: if one is there after `END_LIMIT_S` seconds; names the processes.
     """
     start = time.monotonic()
-    while processes := cluster_processes(mark, folder):
+    while processes := cluster_processes(mark, folder, driver=driver):
         waited = time.monotonic() - start
         if waited > END_LIMIT_S:
             message = (
@@ -80,8 +82,13 @@ def end_processes(mark: str, folder: Path, *, grace_s: float) -> None:
 
 
 @contextmanager
-def guarded(mark: str, folder: Path, *, scratch: Path | None = None) -> Iterator[None]:
+def guarded(
+    mark: str, folder: Path, *, scratch: Path | None = None
+) -> Iterator[Callable[[], None]]:
     """Have the guard end the cluster's processes and remove its folders if this process is killed.
+
+    Yields:
+        what to call once that has been done here; if it was not, the guard does it on the way out.
 
     Args:
         mark: of the cluster's processes.
@@ -94,12 +101,17 @@ def guarded(mark: str, folder: Path, *, scratch: Path | None = None) -> Iterator
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
+    last_words = b""
+
+    def all_done() -> None:
+        nonlocal last_words
+        last_words = ALL_DONE
+
     try:
-        yield
+        yield all_done
     finally:
         # Not the context manager of Popen, which does not wait after a Ctrl-C.
-        with interrupts_ignored():
-            guard.communicate(ALL_DONE, timeout=END_LIMIT_S)
+        despite_interrupts(lambda: guard.communicate(last_words, timeout=2 * END_LIMIT_S))
 
 
 @contextmanager
@@ -115,12 +127,36 @@ def interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+def despite_interrupts(clean_up: Callable[[], object]) -> None:
+    """Clean up once and to the end, also if a second Ctrl-C arrives before it can be ignored.
+
+    Raises:
+        KeyboardInterrupt: afterwards, if one arrived.
+    """
+    done = False
+
+    def once() -> None:
+        nonlocal done
+        if not done:
+            clean_up()
+            done = True
+
+    try:
+        with interrupts_ignored():
+            once()
+    except KeyboardInterrupt:  # before or after, never within
+        with interrupts_ignored():
+            once()
+        raise
+
+
 def main() -> None:
     """Be the guard."""
     mark, folder, *more = sys.argv[1:]
+    driver = os.getppid()  # before it can be gone
     if sys.stdin.buffer.read() == ALL_DONE:
         return
-    end_processes(mark, Path(folder), grace_s=0.0)
+    end_processes(mark, Path(folder), grace_s=0.0, driver=driver)
     for name in (folder, *more):
         if Path(name).exists():
             shutil.rmtree(name)

@@ -7,7 +7,9 @@
     ├── StalledError        nobody is at work and nothing may start: waiting would never end
     ├── WaitTimeoutError    a wait ran out of time; also a TimeoutError
     ├── SamplingError       a sampling task failed; its cause is the failure
+    ├── RefillError         too few groups were kept to fill a step within its bound
     ├── GroupLostError      raised *by* a `sample` function: sample this group again
+    ├── WorkerPoolError     no worker is left, or one that shall join cannot serve
     ├── CheckpointError     a checkpoint folder is in use, or a state file is unreadable
     ├── ClusterError        the local Ray cluster is not what was asked for
     └── ActorError          a call to a Ray actor failed
@@ -36,8 +38,16 @@ class SamplingError(AsyncPolicyError):
     """Sampling a group failed; ``__cause__`` is the failure."""
 
 
+class RefillError(AsyncPolicyError):
+    """Too few groups were kept to fill a step within its bound; the message holds the counts."""
+
+
 class GroupLostError(AsyncPolicyError):
     """To be raised by a `sample` function whose group was lost and shall be sampled again."""
+
+
+class WorkerPoolError(AsyncPolicyError):
+    """No worker of a pool is left, or one that shall join cannot serve; the message says why."""
 
 
 class CheckpointError(AsyncPolicyError):

@@ -6,9 +6,9 @@
                    ▲                                       │
                    │ groups in data order                  │ published(v)
                ┌───┴──────────── Scheduler ◀───────────────┘
-               │ admit()            ▲ complete() / fail()
+               │ admit()            ▲ complete(keep=...) / fail()
                ▼                    │
-        one asyncio task per group: await sample(ticket)
+        one asyncio task per group: await sample(ticket), then keep(group)
 
 The loop stays in the caller's hands; this module holds what waits: the sampling tasks, their
 errors and the timeouts. It knows nothing of Ray: `sample` and `publish` may call actors, or an
@@ -17,25 +17,25 @@ object in this process.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Self, TypeVar, final
+from typing import Generic, Self, final
 
 import attrs
 
+from async_policy.batch import Activity, Batch, GroupT
 from async_policy.errors import (
     GroupLostError,
     SamplingError,
     StalledError,
     WaitTimeoutError,
 )
-from async_policy.scheduler import Scheduler, Ticket
+from async_policy.schedule import ReadyGroup, Ticket
+from async_policy.scheduler import Scheduler
 from rl_contracts.rollout import PolicyVersion
 
 logger = logging.getLogger(__name__)
-
-GroupT = TypeVar("GroupT")
 
 MAX_NAMED_GROUPS = 4
 """Groups that a message names before it only counts."""
@@ -61,26 +61,6 @@ class Timeouts:
     """Seconds that cancelled sampling tasks have to end. Default: a minute."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch(Generic[GroupT]):
-    """What one optimizer step consumes."""
-
-    version: PolicyVersion
-    """Trained version that consumes it; the optimizer step leads to one more."""
-
-    tickets: tuple[Ticket, ...]
-    """One per group, by index."""
-
-    groups: tuple[GroupT, ...]
-    """What `sample` returned, by index."""
-
-    staleness: tuple[int, ...]
-    """One per group, by index: optimizer steps between its oldest token and `version`."""
-
-    waited_s: float
-    """Seconds that the loop stood still until this batch was complete."""
-
-
 @final
 class Rollouts(Generic[GroupT]):
     """Samples groups in the background and hands them out as batches, in the scheduler's order.
@@ -95,6 +75,7 @@ class Rollouts(Generic[GroupT]):
         sample: Callable[[Ticket], Awaitable[GroupT]],
         oldest_version: Callable[[GroupT], PolicyVersion],
         publish: Callable[[PolicyVersion], Awaitable[None]],
+        keep: Callable[[GroupT], bool] | None = None,
         timeouts: Timeouts | None = None,
         max_attempts: int = 3,
     ) -> None:
@@ -108,12 +89,19 @@ class Rollouts(Generic[GroupT]):
             oldest_version: version that the oldest token of a group was drawn from.
             publish: gives every sampler the weights of a version; after it returns, no token is
                 drawn from older ones.
+            keep: whether a group is to be trained on; one that is not is set aside, and the next
+                prompt takes its place (`SchedulerConfig.refill`).
             timeouts: how long to wait; None for the defaults.
             max_attempts: how often a group is sampled, at most, when it is lost each time.
 
         Raises:
-            ValueError: if `max_attempts` is below 1.
+            ValueError: if `max_attempts` is below 1, or one of `keep` and the scheduler's `refill`
+                is given without the other.
         """
+        if (keep is None) != (scheduler.config.refill is None):
+            given, lacking = ("keep", "SchedulerConfig.refill") if keep else ("refill", "keep")
+            message = f"Rollouts: {given} has no effect without {lacking}; give both or neither"
+            raise ValueError(message)
         if max_attempts < 1:
             message = f"Rollouts: expected max_attempts of at least 1, got {max_attempts}"
             raise ValueError(message)
@@ -121,11 +109,14 @@ class Rollouts(Generic[GroupT]):
         self._sample = sample
         self._oldest_version = oldest_version
         self._publish = publish
+        self._keep = keep
         self._timeouts = timeouts or Timeouts()
         self._max_attempts = max_attempts
         self._tasks: dict[asyncio.Task[None], Ticket] = {}
         self._started_at: dict[int, float] = {}
         self._groups: dict[int, GroupT] = {}
+        self._counts: Counter[str] = Counter()  # for the next batch's `Activity`
+        self._batch_at = 0.0
         self._num_publishing = 0
         self._changed = asyncio.Event()
         self._failed = asyncio.Event()
@@ -140,6 +131,7 @@ class Rollouts(Generic[GroupT]):
     async def __aenter__(self) -> Self:
         """Open; sampling starts when the first batch is asked for."""
         self._open = True
+        self._batch_at = asyncio.get_running_loop().time()
         return self
 
     async def __aexit__(
@@ -161,11 +153,14 @@ class Rollouts(Generic[GroupT]):
 
         Raises:
             SamplingError: if sampling a group failed, now or since the last call.
+            RefillError: if too few groups were kept; see `Refill.incomplete`.
             StalledError: if a version must be published before anything may be sampled.
             WaitTimeoutError: if the batch is not complete in time; names the missing groups.
         """
         while not self._scheduler.finished:
-            yield await self._next_batch()
+            batch = await self._next_batch()
+            if batch is not None:
+                yield batch
 
     def trained(self, version: PolicyVersion) -> None:
         """Take note that the optimizer step on the last batch is done, and led to `version`.
@@ -222,7 +217,8 @@ class Rollouts(Generic[GroupT]):
         self._open = False
         await self._cancel(set(self._tasks), "close")
 
-    async def _next_batch(self) -> Batch[GroupT]:
+    async def _next_batch(self) -> Batch[GroupT] | None:
+        """The next batch, or None if the last prompts were set aside and the run is over."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         while True:
@@ -233,13 +229,9 @@ class Rollouts(Generic[GroupT]):
             if ready is not None:
                 # New requests are on their way even if the loop trains without awaiting.
                 await asyncio.sleep(0)
-                return Batch(
-                    version=self._scheduler.trained_version,
-                    tickets=tuple(group.ticket for group in ready),
-                    groups=tuple(self._groups.pop(group.ticket.index) for group in ready),
-                    staleness=tuple(group.staleness for group in ready),
-                    waited_s=loop.time() - asked_at,
-                )
+                return self._batch_of(ready, asked_at=asked_at)
+            if self._scheduler.finished:
+                return None
             if self._scheduler.stall_reason is not None and not self._num_publishing:
                 await asyncio.sleep(0)  # a publish that was just made a task starts now
             reason = self._scheduler.stall_reason
@@ -252,13 +244,43 @@ class Rollouts(Generic[GroupT]):
             except TimeoutError:
                 raise WaitTimeoutError(self._late_batch(loop.time())) from None
 
+    def _batch_of(self, ready: tuple[ReadyGroup, ...], *, asked_at: float) -> Batch[GroupT]:
+        now = asyncio.get_running_loop().time()
+        staleness = tuple(group.staleness for group in ready)
+        activity = Activity(
+            num_sampled=self._counts["sampled"],
+            num_set_aside=self._counts["set aside"],
+            num_redone=self._counts["redone"],
+            num_partial=self._counts["partial"],
+            num_in_flight=self._scheduler.num_in_flight,
+            num_waiting=self._scheduler.num_waiting,
+            staleness=dict(sorted(Counter(staleness).items())),
+            waited_s=now - asked_at,
+            elapsed_s=now - self._batch_at,
+        )
+        self._counts.clear()
+        self._batch_at = now
+        return Batch(
+            version=self._scheduler.trained_version,
+            tickets=tuple(group.ticket for group in ready),
+            groups=tuple(self._groups.pop(group.ticket.index) for group in ready),
+            staleness=staleness,
+            waited_s=activity.waited_s,
+            set_aside=tuple(map(self._groups.pop, self._scheduler.batch_set_aside)),
+            activity=activity,
+        )
+
     async def _publish_now(self, version: PolicyVersion) -> None:
         await self._publish(version)
 
     async def _sample_one(self, ticket: Ticket) -> None:
         group = await self._sample(ticket)
-        self._scheduler.complete(ticket, self._oldest_version(group))
+        keep = self._keep is None or self._keep(group)
+        self._scheduler.complete(ticket, self._oldest_version(group), keep=keep)
         self._groups[ticket.index] = group
+        self._counts["sampled"] += 1
+        self._counts["set aside"] += not keep
+        self._counts["partial"] += self._scheduler.published_version != ticket.admitted_version
 
     def _start_admitted(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -283,6 +305,7 @@ class Rollouts(Generic[GroupT]):
             return
         if isinstance(error, GroupLostError) and ticket.attempt + 1 < self._max_attempts:
             logger.warning("sampling %s is redone, it was lost: %s", ticket, error)
+            self._counts["redone"] += 1
             self._start_admitted()
             return
         how = "was cancelled by somebody else" if error is None else f"failed: {error!r}"
@@ -319,8 +342,8 @@ class Rollouts(Generic[GroupT]):
     def _late_batch(self, now: float) -> str:
         scheduler = self._scheduler
         late = [t for t in scheduler.in_flight if t.step == scheduler.trained_version]
-        if not late and scheduler.config.order == "completion":
-            late = list(scheduler.in_flight)  # any of them would complete the batch
+        if not late and (scheduler.config.order == "completion" or scheduler.config.refill):
+            late = list(scheduler.in_flight)  # any of them may complete the batch
         names = [f"{t}, for {now - self._started_at[t.index]:.1f} s" for t in late]
         who = (
             f"{scheduler.num_waiting} of {scheduler.config.groups_per_step} groups are there, and "

@@ -5,8 +5,10 @@ one prompt. Every group has a place in the run's data order, its ``index``, and 
 
                  admit()             complete()          take_batch()             trained()
     not admitted ───────▶ in flight ───────────▶ waiting ───────────▶ in training ────────▶ trained
-                            ▲   │
-                    admit() │   │ fail()
+                            ▲   │    │
+                    admit() │   │    │ complete(keep=False)
+                            │   │    └─────────▶ set aside, and a later group takes its place
+                            │   │ fail()
                             │   ▼
                          to be redone
 
@@ -55,139 +57,14 @@ Why it cannot lock up
     be published: every ``L // B`` steps are often enough (`SchedulerConfig.max_publish_interval`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Self, TypeGuard, cast, final
+from typing import Self, final
 
-import attrs
-
-from async_policy.errors import VersionError
+from async_policy.consumption import Consumption, InCompletionOrder, InDataOrder, Selection
+from async_policy.errors import RefillError, VersionError
 from async_policy.json_files import JsonValue
+from async_policy.saved_state import SavedState
+from async_policy.schedule import ReadyGroup, SchedulerConfig, Ticket
 from rl_contracts.rollout import PolicyVersion
-
-STATE_FORMAT = 2
-
-ConsumptionOrder = Literal["data", "completion"]
-
-
-@attrs.frozen(kw_only=True)
-class SchedulerConfig:
-    """How long a run is, and how old a group may be when it is trained on."""
-
-    num_steps: int = attrs.field(validator=attrs.validators.ge(1))
-    """Optimizer steps of the whole run, those before a resume included."""
-
-    groups_per_step: int = attrs.field(validator=attrs.validators.ge(1))
-    """Groups, one prompt each, that one optimizer step consumes."""
-
-    max_staleness: int = attrs.field(default=0, validator=attrs.validators.ge(0))
-    """Most optimizer steps between a group's oldest token and the weights that are trained on it.
-
-    0 is synchronous, 1 one step off, more is fully asynchronous. Default: synchronous, which
-    needs no correction for stale data.
-    """
-
-    max_lead_groups: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
-    )
-    """Most groups that are admitted beyond those that the published version has consumed; above
-    ``max_staleness * groups_per_step``, at most ``(max_staleness + 1) * groups_per_step``.
-
-    A bound in fractions of a step, as verl's staleness_threshold is: see `from_verl`. Default:
-    the most that `max_staleness` allows.
-    """
-
-    order: ConsumptionOrder = attrs.field(
-        default="data", validator=attrs.validators.in_(("data", "completion"))
-    )
-    """Which groups a step consumes: ``data`` takes them in the order of the data, the same in every
-    run, and waits for a slow group at its place; ``completion`` takes those that are done, and
-    waits for a slow group only when it would become too stale. Default: reproducible."""
-
-    def __attrs_post_init__(self) -> None:
-        """Refuse what would be without effect beside another setting."""
-        if self.order == "completion" and self.max_staleness == 0:
-            message = (
-                "SchedulerConfig: order = 'completion' has no effect with max_staleness = 0, where "
-                "a step consumes all groups that are sampled; leave order at 'data'"
-            )
-            raise ValueError(message)
-        if self.max_lead_groups is None:
-            return
-        if self.max_lead_groups < self.groups_per_step:
-            message = (
-                f"SchedulerConfig: with max_lead_groups = {self.max_lead_groups} no step could "
-                f"ever have its {self.groups_per_step} groups (groups_per_step); give at least as "
-                "many"
-            )
-            raise ValueError(message)
-        implied = -(-self.max_lead_groups // self.groups_per_step) - 1
-        if implied != self.max_staleness:
-            message = (
-                f"SchedulerConfig: max_lead_groups = {self.max_lead_groups} with groups_per_step = "
-                f"{self.groups_per_step} lets groups become {implied} steps stale, and "
-                f"max_staleness is {self.max_staleness}; set max_staleness to {implied}, or leave "
-                "max_lead_groups out"
-            )
-            raise ValueError(message)
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of the whole run: each of these indices is trained on exactly once."""
-        return self.num_steps * self.groups_per_step
-
-    @property
-    def lead_groups(self) -> int:
-        """Groups that are admitted, at most, beyond those that the published version consumed."""
-        if self.max_lead_groups is not None:
-            return self.max_lead_groups
-        return (self.max_staleness + 1) * self.groups_per_step
-
-    @property
-    def max_publish_interval(self) -> int:
-        """Most optimizer steps between two publishes; with more, sampling and training lock up."""
-        return self.lead_groups // self.groups_per_step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ticket:
-    """Leave to sample one group."""
-
-    index: int
-    """Place in the run's data order, from 0: which prompt, and what to derive its seed from."""
-
-    step: PolicyVersion
-    """Trained version that will consume the group; in completion order, the last that may."""
-
-    admitted_version: PolicyVersion
-    """Version that every sampler ran, at least, when the group was admitted."""
-
-    attempt: int
-    """0 at first; one more each time the group is redone."""
-
-    def __str__(self) -> str:
-        """The group as a phrase for messages."""
-        again = f", attempt {self.attempt}" if self.attempt else ""
-        return f"group {self.index} (step {self.step}{again})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadyGroup:
-    """A group that was sampled and is consumed now."""
-
-    ticket: Ticket
-    """The ticket that it was sampled on."""
-
-    oldest_version: PolicyVersion
-    """Version that its oldest token was drawn from."""
-
-    version: PolicyVersion
-    """Trained version that consumes it."""
-
-    @property
-    def staleness(self) -> int:
-        """Optimizer steps between its oldest token and the weights that consume it."""
-        return self.version - self.oldest_version
 
 
 @final
@@ -200,14 +77,16 @@ class Scheduler:
         self._trained = 0
         self._published: int | None = 0
         self._next_index = 0
-        self._first_untrained = 0
-        self._trained_ahead: set[int] = set()  # indices above the first untrained one
-        self._attempts_to_redo: dict[int, int] = {}
+        self._first_unconsumed = 0
+        self._consumed_ahead: set[int] = set()  # indices above the first unconsumed one
+        self._to_skip: set[int] = set()  # those of them from before a resume, not yet passed
+        self._num_trained_groups = 0
+        self._num_consumed_aside = 0
+        self._to_redo: dict[int, Ticket] = {}
         self._in_flight: dict[int, Ticket] = {}
         self._waiting: dict[int, tuple[Ticket, PolicyVersion]] = {}
-        self._waiting_by_step: dict[int, list[int]] = {}  # as they were completed
-        self._num_by_step: dict[int, int] = {}  # of the groups in flight or waiting
-        self._in_training: tuple[ReadyGroup, ...] = ()
+        self._in_training: Selection | None = None
+        self._consumption = self._begin_at(0)
 
     @property
     def trained_version(self) -> PolicyVersion:
@@ -235,9 +114,34 @@ class Scheduler:
         return tuple(self._in_flight[index] for index in sorted(self._in_flight))
 
     @property
+    def num_trained_groups(self) -> int:
+        """Groups trained on, by steps that are done."""
+        return self._num_trained_groups
+
+    @property
+    def num_set_aside(self) -> int:
+        """Groups that the caller did not keep, over the whole run.
+
+        Those that the next step would be counted with are sampled again after a resume.
+        """
+        in_training = len(self.batch_set_aside)
+        return self._num_consumed_aside + in_training + self._consumption.num_set_aside
+
+    @property
+    def batch_set_aside(self) -> tuple[int, ...]:
+        """Indices looked at for the batch in training and set aside, rising."""
+        return () if self._in_training is None else self._in_training.set_aside
+
+    @property
     def finished(self) -> bool:
-        """Whether every optimizer step of the run is done."""
-        return self._trained == self.config.num_steps
+        """Whether every optimizer step of the run is done, or no prompt is left for another."""
+        if self._trained == self.config.num_steps:
+            return True
+        refill = self.config.refill
+        if refill is None or refill.incomplete == "raise" or not self._exhausted():
+            return False
+        none_left = not self._waiting and self._in_training is None
+        return none_left and self._consumption.ready(self._trained) is None
 
     @property
     def capacity(self) -> int:
@@ -248,15 +152,14 @@ class Scheduler:
         if self._published is None:
             return 0
         behind = (self._trained - self._published) * self.config.groups_per_step
-        outstanding = len(self._in_flight) + len(self._waiting) + len(self._in_training)
-        return max(0, self.config.lead_groups - behind - outstanding)
+        return max(0, self.config.lead_groups - behind - self._occupied())
 
     @property
     def stall_reason(self) -> str | None:
         """Why the next batch can never become complete unless something is published, or None."""
         if self.finished or self._in_training or self._in_flight or self._admissible():
             return None
-        if self._next_indices() is not None:
+        if self._consumption.ready(self._trained) is not None or self._exhausted():
             return None
         if self._published is None:
             return (
@@ -280,13 +183,14 @@ class Scheduler:
         """
         tickets: list[Ticket] = []
         for _ in range(self._admissible()):
-            if self._attempts_to_redo:
-                index = min(self._attempts_to_redo)
-                attempt = self._attempts_to_redo.pop(index)
+            if self._to_redo:
+                lost = self._to_redo.pop(min(self._to_redo))
+                index, attempt, step = lost.index, lost.attempt + 1, int(lost.step)
             else:
+                occupied = self._occupied()
                 index, attempt = self._new_index(), 0
+                step = self._trained + occupied // self.config.groups_per_step
             published = self._published or 0
-            step = index // self.config.groups_per_step
             if self.config.order == "completion":
                 step = min(published + self.config.max_staleness, self.config.num_steps - 1)
             ticket = Ticket(
@@ -296,15 +200,20 @@ class Scheduler:
                 attempt=attempt,
             )
             self._in_flight[index] = ticket
-            self._num_by_step[step] = self._num_by_step.get(step, 0) + 1
+            self._consumption.started(ticket)
             tickets.append(ticket)
         return tickets
 
-    def complete(self, ticket: Ticket, oldest_version: PolicyVersion) -> None:
+    def complete(self, ticket: Ticket, oldest_version: PolicyVersion, *, keep: bool = True) -> None:
         """Take note that a group was sampled; `oldest_version` is that of its oldest token.
 
+        Args:
+            ticket: the group's.
+            oldest_version: version that its oldest token was drawn from.
+            keep: False sets the group aside; with a `Refill` a later one takes its place.
+
         Raises:
-            ValueError: if the ticket is not in flight.
+            ValueError: if the ticket is not in flight, or nothing would take the group's place.
             VersionError: if the version is older than what every sampler ran when the group was
                 admitted, or newer than what was trained. The ticket stays in flight.
         """
@@ -322,9 +231,16 @@ class Scheduler:
                 f"version {self._trained}: trainer and sampler count versions differently"
             )
             raise VersionError(message)
+        if not keep and self.config.refill is None:
+            message = (
+                f"complete: {ticket} is not kept, and without SchedulerConfig.refill no other "
+                "group would take its place; set refill"
+            )
+            raise ValueError(message)
         del self._in_flight[ticket.index]
-        self._waiting[ticket.index] = (ticket, oldest_version)
-        self._waiting_by_step.setdefault(ticket.step, []).append(ticket.index)
+        if keep:
+            self._waiting[ticket.index] = (ticket, oldest_version)
+        self._consumption.completed(ticket, keep=keep)
 
     def fail(self, ticket: Ticket) -> None:
         """Take note that a group was lost. It keeps its place and is redone at the next `admit`.
@@ -334,35 +250,42 @@ class Scheduler:
         """
         self._check_in_flight("fail", ticket)
         del self._in_flight[ticket.index]
-        self._forget(ticket.step)
-        self._attempts_to_redo[ticket.index] = ticket.attempt + 1
+        self._consumption.lost(ticket)
+        self._to_redo[ticket.index] = ticket
 
     def take_batch(self) -> tuple[ReadyGroup, ...] | None:
         """The groups of the next optimizer step by index, or None while one is missing.
 
+        Also None when the last prompts of the data were all set aside, and the run is `finished`.
+
         Raises:
             ValueError: if the step before has not been reported by `trained`, or the run is over.
+            RefillError: if the step stays short and `Refill.incomplete` is ``"raise"``, or no
+                group was kept of all that may be looked at for a step.
             VersionError: if a group is staler than allowed, which this class exists to prevent.
         """
         if self.finished:
-            message = f"take_batch: all {self.config.num_steps} steps of the run are done"
+            message = f"take_batch: all {self._trained} steps of the run are done"
             raise ValueError(message)
-        if self._in_training:
+        if self._in_training is not None:
             message = (
                 f"take_batch: the batch of version {self._trained} was taken and is still in "
                 f"training; call trained({self._trained + 1}) after its optimizer step"
             )
             raise ValueError(message)
-        indices = self._next_indices()
-        if indices is None:
+        selection = self._consumption.ready(self._trained)
+        if selection is None and self._exhausted():
+            selection = self._consumption.rest()
+        if selection is None:
             return None
+        self._check_filled(selection)
         batch = tuple(
             ReadyGroup(
                 ticket=self._waiting[index][0],
                 oldest_version=self._waiting[index][1],
                 version=self.trained_version,
             )
-            for index in indices
+            for index in selection.chosen
         )
         for group in batch:
             if group.staleness > self.config.max_staleness:
@@ -371,15 +294,10 @@ class Scheduler:
                     f"{self.config.max_staleness}; this is a bug in async-policy"
                 )
                 raise VersionError(message)
-        for group in batch:
-            ticket = group.ticket
-            del self._waiting[ticket.index]
-            done = self._waiting_by_step[ticket.step]
-            done.remove(ticket.index)
-            if not done:
-                del self._waiting_by_step[ticket.step]
-            self._forget(ticket.step)
-        self._in_training = batch
+        for index in selection.chosen:
+            del self._waiting[index]
+        self._consumption.taken(selection)
+        self._in_training = selection
         return batch
 
     def trained(self, version: PolicyVersion) -> None:
@@ -388,7 +306,7 @@ class Scheduler:
         Raises:
             ValueError: if no batch was taken, or the version is not one more than before.
         """
-        if not self._in_training:
+        if self._in_training is None:
             message = f"trained({version}): no batch was taken since version {self._trained}"
             raise ValueError(message)
         if version != self._trained + 1:
@@ -397,11 +315,13 @@ class Scheduler:
                 f"per batch"
             )
             raise ValueError(message)
-        self._trained_ahead.update(group.ticket.index for group in self._in_training)
-        while self._first_untrained in self._trained_ahead:
-            self._trained_ahead.remove(self._first_untrained)
-            self._first_untrained += 1
-        self._in_training = ()
+        self._consumed_ahead.update(self._in_training.chosen, self._in_training.set_aside)
+        while self._first_unconsumed in self._consumed_ahead:
+            self._consumed_ahead.remove(self._first_unconsumed)
+            self._first_unconsumed += 1
+        self._num_trained_groups += len(self._in_training.chosen)
+        self._num_consumed_aside += len(self._in_training.set_aside)
+        self._in_training = None
         self._trained = version
 
     def published(self, version: PolicyVersion) -> None:
@@ -429,114 +349,104 @@ class Scheduler:
     def state(self) -> dict[str, JsonValue]:
         """What a later process needs to go on, as JSON.
 
-        Groups in flight, waiting or in training have not been trained on; `from_state` admits
-        them again, in the same order, so that each index is trained on exactly once.
+        Groups in flight, waiting or in training have not been trained on, and those set aside for
+        a step that is not done are not counted yet; `from_state` admits them all again, in the
+        same order, so that each index is consumed exactly once.
         """
-        return {
-            "format": STATE_FORMAT,
-            "trained_version": self._trained,
-            "groups_per_step": self.config.groups_per_step,
-            "trained_ahead": sorted(self._trained_ahead),
-        }
+        saved = SavedState(
+            trained_version=self._trained,
+            groups_per_step=self.config.groups_per_step,
+            num_trained=self._num_trained_groups,
+            num_set_aside=self._num_consumed_aside,
+            consumed_ahead=tuple(sorted(self._consumed_ahead)),
+        )
+        return saved.json()
 
     @classmethod
     def from_state(cls, state: JsonValue, config: SchedulerConfig) -> Self:
         """Go on from `state`. Nothing is admitted before the restored version is published.
 
-        `num_steps` and `max_staleness` may differ from the run that wrote the state.
+        `num_steps`, `max_staleness` and the bounds of `refill` may differ from the run that wrote
+        the state. States of format 2, from before groups could be set aside, are read too.
 
         Raises:
-            ValueError: if the state is not one of `state()`, has more steps behind it than
-                `config` has, or was written with another `groups_per_step`, which decides which
-                prompts have been trained on.
+            ValueError: if the state is not one of `state()`, or `config` cannot go on from it:
+                more steps or prompts are behind it than `config` has, or another
+                `groups_per_step`, which decides which prompts have been trained on.
         """
-        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
-            message = (
-                f"from_state: expected a scheduler state of format {STATE_FORMAT}, got {state!r}"
-            )
-            raise ValueError(message)
-        values: dict[str, int] = {}
-        for name in ("trained_version", "groups_per_step"):
-            value = state.get(name)
-            if not _is_count(value):
-                message = f"from_state: expected {name} as an int of at least 0, got {value!r}"
-                raise ValueError(message)
-            values[name] = value
-        ahead = state.get("trained_ahead")
-        if not isinstance(ahead, Sequence) or not all(map(_is_count, ahead)):
-            message = f"from_state: expected trained_ahead as a list of indices, got {ahead!r}"
-            raise ValueError(message)
-        if ahead and config.order == "data":
-            message = (
-                f"from_state: the state was written with order 'completion' and has trained on "
-                f"{len(ahead)} groups ahead of others; order 'data' cannot go on from there, so "
-                "keep order 'completion'"
-            )
-            raise ValueError(message)
-        if values["groups_per_step"] != config.groups_per_step:
-            message = (
-                f"from_state: the state was written with groups_per_step "
-                f"{values['groups_per_step']}, the configuration has {config.groups_per_step}; "
-                f"this would repeat or skip prompts, so keep {values['groups_per_step']}"
-            )
-            raise ValueError(message)
-        if values["trained_version"] > config.num_steps:
-            message = (
-                f"from_state: the state has {values['trained_version']} steps behind it, the "
-                f"configuration has num_steps {config.num_steps}; raise num_steps to go on"
-            )
-            raise ValueError(message)
+        saved = SavedState.read(state)
+        saved.check_against(config)
         scheduler = cls(config)
-        scheduler._trained = values["trained_version"]
+        scheduler._trained = saved.trained_version
         scheduler._published = None
-        num_trained = values["trained_version"] * config.groups_per_step
-        scheduler._trained_ahead = set(cast("Sequence[int]", ahead))
-        first = num_trained - len(scheduler._trained_ahead)
-        if scheduler._trained_ahead and min(scheduler._trained_ahead) <= first:
-            message = (
-                f"from_state: {values['trained_version']} steps of {config.groups_per_step} groups "
-                f"and the groups trained ahead, {ahead!r}, do not go together"
-            )
-            raise ValueError(message)
-        scheduler._first_untrained = scheduler._next_index = first
+        scheduler._num_trained_groups = saved.num_trained
+        scheduler._num_consumed_aside = saved.num_set_aside
+        scheduler._consumed_ahead = set(saved.consumed_ahead)
+        scheduler._to_skip = set(saved.consumed_ahead)
+        scheduler._first_unconsumed = scheduler._next_index = saved.first_unconsumed
+        scheduler._consumption = scheduler._begin_at(saved.first_unconsumed)
         return scheduler
 
+    def _begin_at(self, first: int) -> Consumption:
+        size, limit = self.config.groups_per_step, self.config.max_candidates
+        if self.config.order == "data":
+            return InDataOrder(size=size, limit=limit, first=first)
+        return InCompletionOrder(size=size, limit=limit)
+
+    def _occupied(self) -> int:
+        """Places of steps that are taken by groups before a new one, or can no longer be."""
+        in_training = 0 if self._in_training is None else self.config.groups_per_step
+        outstanding = len(self._in_flight) + len(self._waiting)
+        return in_training + outstanding + self._consumption.missing(self._next_index)
+
     def _admissible(self) -> int:
-        """Groups that may start now: within the bound, and needed by the run."""
-        outstanding = len(self._in_flight) + len(self._waiting) + len(self._in_training)
-        trained = self._trained * self.config.groups_per_step
-        return min(self.capacity, self.config.num_groups - trained - outstanding)
+        """Groups that may start now: within the bound, needed by the run, and there."""
+        needed = (
+            self.config.num_steps - self._trained
+        ) * self.config.groups_per_step - self._occupied()
+        return max(0, min(self.capacity, needed, len(self._to_redo) + self._num_prompts_left()))
+
+    def _num_prompts_left(self) -> int:
+        """Places of the data order that were never admitted."""
+        return self.config.max_prompts - self._next_index - len(self._to_skip)
+
+    def _exhausted(self) -> bool:
+        """Whether nothing more will come for the next step: the data has ended."""
+        at_work = self._in_flight or self._to_redo
+        return self.config.refill is not None and not at_work and self._num_prompts_left() == 0
 
     def _new_index(self) -> int:
-        """The first index that was never admitted; those trained on before a resume are not."""
-        while self._next_index in self._trained_ahead:
+        """The first index that was never admitted; those consumed before a resume are not."""
+        while self._next_index in self._to_skip:
+            self._to_skip.remove(self._next_index)
             self._next_index += 1
         self._next_index += 1
         return self._next_index - 1
 
-    def _next_indices(self) -> list[int] | None:
-        """Indices of the next optimizer step in rising order, or None while one is missing."""
-        size = self.config.groups_per_step
-        if len(self._waiting) < size:
-            return None
-        if self.config.order == "data":
-            indices = self._waiting_by_step.get(self._trained, [])
-            return sorted(indices) if len(indices) == size else None
-        chosen: list[int] = []
-        num_left = 0
-        for deadline in sorted(self._num_by_step):
-            done = self._waiting_by_step.get(deadline, [])[: size - len(chosen)]
-            chosen += done
-            num_left += self._num_by_step[deadline] - len(done)
-            if num_left > (deadline - self._trained) * size:
-                return None
-        return sorted(chosen)
-
-    def _forget(self, step: int) -> None:
-        """One group less in flight or waiting among those of this step."""
-        self._num_by_step[step] -= 1
-        if not self._num_by_step[step]:
-            del self._num_by_step[step]
+    def _check_filled(self, selection: Selection) -> None:
+        """Refuse a step that stays short, unless that is what was asked for."""
+        refill, size = self.config.refill, self.config.groups_per_step
+        num_chosen, num_aside = len(selection.chosen), len(selection.set_aside)
+        if refill is None or num_chosen == size or (num_chosen and refill.incomplete == "yield"):
+            return
+        num_candidates = num_chosen + num_aside
+        found = (
+            f"{num_chosen} of the {size} groups needed: {num_aside} of {num_candidates} "
+            f"candidates ({num_aside / max(1, num_candidates):.0%}) were set aside"
+        )
+        limit = self.config.max_candidates
+        if limit is not None and num_candidates >= limit:
+            message = (
+                f"step {self._trained}: {refill.max_rounds} rounds of {size} groups gave {found}; "
+                "use prompts of a difficulty that the policy sometimes solves, a larger group, or "
+                "a larger refill.max_rounds"
+            )
+            raise RefillError(message)
+        message = (
+            f"step {self._trained}: the {self.config.max_prompts} prompts of the run ended with "
+            f"{found}; add prompts, take fewer steps, or set refill.incomplete to 'yield'"
+        )
+        raise RefillError(message)
 
     def _check_in_flight(self, action: str, ticket: Ticket) -> None:
         current = self._in_flight.get(ticket.index)
@@ -544,7 +454,3 @@ class Scheduler:
             held = f"in flight is {current}" if current else "it is not in flight"
             message = f"{action}: {ticket} is not a ticket to come back now; {held}"
             raise ValueError(message)
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

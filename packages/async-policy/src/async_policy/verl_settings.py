@@ -23,7 +23,7 @@ from typing import Literal
 
 import attrs
 
-from async_policy.scheduler import SchedulerConfig
+from async_policy.schedule import SchedulerConfig
 
 InFlight = Literal["abort", "wait"]
 

@@ -239,7 +239,18 @@ def _mapping_factory(annotation: object, converter: cattrs.BaseConverter) -> Hoo
     def hook(value: object, _: object) -> dict[str, object]:
         if not isinstance(value, Mapping):
             raise TypeError(f"expected a table, got {shown(value)}")
-        return {str(key): _structure(converter, item, value_type) for key, item in value.items()}
+        found: dict[str, object] = {}
+        problems: list[tuple[str, str]] = []
+        for key, item in value.items():
+            try:
+                found[str(key)] = _structure(converter, item, value_type)
+            except StructureError as error:
+                problems += [(f"{key}.{path}".rstrip("."), text) for path, text in error.problems]
+            except (TypeError, ValueError) as error:
+                problems.append((str(key), str(error)))
+        if problems:
+            raise StructureError(problems)
+        return found
 
     return hook
 

@@ -71,10 +71,29 @@ def _rows(config: object, prefix: str, annotation: object) -> Iterator[tuple[str
             yield f"{prefix}{field.name}", _reader(owner), value.to_config()  # type: ignore[attr-defined]  # has_own_form
         elif attrs.has(type(value)):
             tables.append((field.name, value, field.type))
+        elif isinstance(value, tuple):
+            (item_type, *_) = typing.get_args(field.type) or (None,)
+            items = tuple(_as_table(item, item_type) for item in value)
+            yield f"{prefix}{field.name}", _reader(owner), items
         else:
             yield f"{prefix}{field.name}", _reader(owner), value
     for name, value, field_type in tables:
         yield from _rows(value, f"{prefix}{name}.", field_type)
+
+
+def _as_table(value: object, annotation: object) -> object:
+    """A configuration inside of a tuple as one table; every other value as it is."""
+    owner = attrs_class(type(value))
+    if owner is None or has_own_form(value):
+        return value
+    attrs.resolve_types(owner, include_extras=True)
+    kind = {"kind": kind_of(owner)} if union_members(annotation) else {}
+    fields = {
+        field.name: _as_table(getattr(value, field.name), field.type)
+        for field in attrs.fields(owner)
+        if field.init
+    }
+    return kind | fields
 
 
 def effective_toml(

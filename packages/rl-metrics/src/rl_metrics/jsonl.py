@@ -13,7 +13,6 @@ which readers skip and `MetricsWriter.resume` cuts off.
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Self, final
 
-from rl_metrics.atomic import sync_folder
+from rl_metrics.appending import AppendedFile
 from rl_metrics.names import check_names
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -46,11 +45,10 @@ class MetricsWriter:
     """Appends records to one file. A context manager; made by `create` or `resume`."""
 
     def __init__(
-        self, path: Path, descriptor: int, *, end: int, last_step: int | None, num_dropped: int
+        self, path: Path, file: AppendedFile, *, last_step: int | None, num_dropped: int
     ) -> None:
         self._path = path
-        self._descriptor = descriptor
-        self._end = end
+        self._file = file
         self._last_step = last_step
         self._num_dropped = num_dropped
 
@@ -62,15 +60,14 @@ class MetricsWriter:
             FileExistsError: if there is one: an earlier run's numbers are never overwritten.
         """
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            file = AppendedFile.create(path)
         except FileExistsError as error:
             message = (
                 f"{path} exists and holds an earlier run's metrics; continue it with "
                 "MetricsWriter.resume, or choose another run folder"
             )
             raise FileExistsError(message) from error
-        sync_folder(path.parent)
-        return cls(path, descriptor, end=0, last_step=None, num_dropped=0)
+        return cls(path, file, last_step=None, num_dropped=0)
 
     @classmethod
     def resume(cls, path: Path, *, last_step: int) -> Self:
@@ -99,11 +96,8 @@ class MetricsWriter:
                 f"resumed run, got {found}; restore the file, or begin a new run"
             )
             raise ValueError(message)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
-        os.ftruncate(descriptor, end)
-        os.lseek(descriptor, end, os.SEEK_SET)
-        os.fsync(descriptor)
-        return cls(path, descriptor, end=end, last_step=kept_step, num_dropped=num_dropped)
+        file = AppendedFile.reopen(path, end=end)
+        return cls(path, file, last_step=kept_step, num_dropped=num_dropped)
 
     @property
     def num_dropped(self) -> int:
@@ -120,7 +114,7 @@ class MetricsWriter:
             TypeError: for a value that is not a number.
             OSError: if the disk refuses.
         """
-        if self._descriptor < 0:
+        if self._file.is_closed:
             message = f"{self._path}: cannot write step {step}, the writer is closed"
             raise ValueError(message)
         check_names(values)
@@ -135,28 +129,13 @@ class MetricsWriter:
             unix_seconds=time.time(),
             values={name: _plain(name, value) for name, value in values.items()},
         )
-        self._append(_line(record))
+        self._file.append(record_line(record))
         self._last_step = step
         return record
 
-    def _append(self, line: bytes) -> None:
-        rest = memoryview(line)
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-            os.fsync(self._descriptor)
-        except OSError:
-            # half a line would swallow the next record
-            os.ftruncate(self._descriptor, self._end)
-            os.lseek(self._descriptor, self._end, os.SEEK_SET)
-            raise
-        self._end += len(line)
-
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +159,7 @@ def _records(path: Path, content: bytes) -> list[tuple[int, StepRecord]]:
     records: list[tuple[int, StepRecord]] = []
     start = 0
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        record = _parse(line, f"{path}, line {number}")
+        record = parse_record(line, f"{path}, line {number}")
         if records and record.step <= records[-1][1].step:
             message = (
                 f"{path}, line {number}: steps must rise, got step {record.step} after "
@@ -192,7 +171,16 @@ def _records(path: Path, content: bytes) -> list[tuple[int, StepRecord]]:
     return records
 
 
-def _parse(line: bytes, where: str) -> StepRecord:
+def parse_record(line: bytes, where: str) -> StepRecord:
+    """Read one line of ``metrics.jsonl``.
+
+    Args:
+        line: with or without its newline.
+        where: file and line, for the message.
+
+    Raises:
+        ValueError: if it is no record.
+    """
     try:
         fields = json.loads(line)
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
@@ -229,7 +217,8 @@ def _plain(name: str, value: float) -> float:
     return value if type(value) is int else float(value)
 
 
-def _line(record: StepRecord) -> bytes:
+def record_line(record: StepRecord) -> bytes:
+    """The record as one line of ``metrics.jsonl``, its newline included."""
     fields: dict[str, int | float | str] = {
         "step": record.step,
         "unix_seconds": record.unix_seconds,

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rl_metrics.histogram import STALENESS_BINS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
@@ -71,6 +73,35 @@ _ROWS = (
         "steps",
         "Largest staleness: trained version minus that of the trajectory's oldest token.",
     ),
+    *(
+        (
+            f"staleness/{bin_.name}/trajectories",
+            "trajectories",
+            f"Trajectories trained on with a staleness of {bin_.label} steps.",
+        )
+        for bin_ in STALENESS_BINS
+    ),
+    (
+        "partial/trajectory/fraction",
+        "fraction",
+        "Trajectories trained on whose tokens come from more than one policy version.",
+    ),
+    (
+        "lost/tokens/fraction",
+        "fraction",
+        "Sampled tokens of the step that were thrown away: after a fault, or as too stale.",
+    ),
+    ("queue/ready/mean", "trajectories", "Finished and waiting for the trainer, over the step."),
+    ("queue/ready/max", "trajectories", "Most that were finished and waiting at any moment."),
+    ("queue/in_flight/mean", "trajectories", "Being sampled or rewarded, over the step."),
+    ("idle/trainer/fraction", "fraction", "Step time in which the trainer waited for work."),
+    (
+        "idle/sampler/fraction",
+        "fraction",
+        "Step time in which a sampler had nothing to sample, publishes included; all samplers.",
+    ),
+    ("workers/restarted/count", "workers", "Workers that died and were started again."),
+    ("trackers/missed/steps", "steps", "Steps that some tracker lacks, since the run began."),
     ("batch/sampled/sequences", "sequences", "Completions sampled for the step."),
     ("batch/trained/sequences", "sequences", "Sequences that the loss looked at."),
     ("batch/sampled/tokens", "tokens", "Tokens sampled for the step."),
@@ -78,7 +109,15 @@ _ROWS = (
     ("time/step/seconds", "s", "Wall time of the whole step."),
     ("time/sample/seconds", "s", "Wall time spent waiting for completions."),
     ("time/train/seconds", "s", "Wall time of the forward, backward and optimizer steps."),
-    ("time/publish/seconds", "s", "Wall time of moving the new weights into the sampler."),
+    (
+        "time/publish/seconds",
+        "s",
+        "Wall time of moving the new weights into the samplers, all publishes of the step.",
+    ),
+    ("time/publish/max", "s", "Wall time of the step's longest single publish."),
+    ("time/publish_pause/seconds", "s", "Part of it in which samplers stood still; their mean."),
+    ("publish/step/count", "publishes", "Publishes of the step."),
+    ("publish/weights/bytes", "bytes", "Bytes that one publish moved to one sampler."),
     ("time/evaluate/seconds", "s", "Wall time of the held-out evaluation."),
     ("time/checkpoint/seconds", "s", "Wall time of writing a checkpoint."),
     ("time/elapsed/seconds", "s", "Wall time since the run began, earlier parts included."),
@@ -88,6 +127,16 @@ _ROWS = (
         "Sampled tokens per second of the whole step.",
     ),
     ("throughput/trained/tokens_per_second", "tokens/s", "Trained tokens per second of training."),
+    (
+        "throughput/sampled_per_device/tokens_per_second",
+        "tokens/s",
+        "Sampled tokens per second of the whole step and per device that samples.",
+    ),
+    (
+        "throughput/trained_per_device/tokens_per_second",
+        "tokens/s",
+        "Trained tokens per second of training and per device that trains.",
+    ),
     ("memory/device/max", "bytes", "Highest device memory of any training rank."),
 )
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rl_metrics.histogram import STALENESS_BINS
 from rl_metrics.jsonl import StepRecord
 
 
@@ -27,6 +28,9 @@ class Panel:
 
     from_zero: bool = False
     """Whether the axis starts at zero."""
+
+    stacked: bool = False
+    """Whether the values of a step are parts of a whole, drawn as shares of one bar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +95,14 @@ PANELS = (
         from_zero=True,
     ),
     Panel(
-        title="Entropy and KL",
-        unit="nats",
-        lines=(
-            Line(metric="entropy/policy/mean", label="entropy"),
-            Line(metric="kl/ref/mean", label="KL to reference"),
-        ),
+        title="Entropy",
+        unit="nats per token",
+        lines=(Line(metric="entropy/policy/mean", label="entropy"),),
+    ),
+    Panel(
+        title="KL to the reference",
+        unit="nats per token",
+        lines=(Line(metric="kl/ref/mean", label="KL"),),
     ),
     Panel(
         title="Staleness",
@@ -104,6 +110,43 @@ PANELS = (
         lines=(
             Line(metric="staleness/trajectory/max", label="largest"),
             Line(metric="staleness/trajectory/mean", label="mean"),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        title="Staleness shares",
+        unit="of trajectories, by steps",
+        lines=tuple(
+            Line(metric=f"staleness/{bin_.name}/trajectories", label=bin_.label)
+            for bin_ in STALENESS_BINS
+        ),
+        stacked=True,
+    ),
+    Panel(
+        title="Idle",
+        unit="share of the step",
+        lines=(
+            Line(metric="idle/trainer/fraction", label="trainer"),
+            Line(metric="idle/sampler/fraction", label="samplers"),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        title="Queue",
+        unit="trajectories",
+        lines=(
+            Line(metric="queue/ready/mean", label="waiting"),
+            Line(metric="queue/ready/max", label="most waiting"),
+            Line(metric="queue/in_flight/mean", label="in flight"),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        title="Partial and lost",
+        unit="share of trajectories, of tokens",
+        lines=(
+            Line(metric="partial/trajectory/fraction", label="partial"),
+            Line(metric="lost/tokens/fraction", label="lost"),
         ),
         from_zero=True,
     ),
@@ -124,6 +167,25 @@ PANELS = (
         lines=(
             Line(metric="throughput/sampled/tokens_per_second", label="sampled"),
             Line(metric="throughput/trained/tokens_per_second", label="trained"),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        title="Throughput per device",
+        unit="tokens per second",
+        lines=(
+            Line(metric="throughput/sampled_per_device/tokens_per_second", label="sampled"),
+            Line(metric="throughput/trained_per_device/tokens_per_second", label="trained"),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        title="Publishing weights",
+        unit="seconds",
+        lines=(
+            Line(metric="time/publish/seconds", label="in all"),
+            Line(metric="time/publish/max", label="longest"),
+            Line(metric="time/publish_pause/seconds", label="paused"),
         ),
         from_zero=True,
     ),

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_metrics.atomic import write_atomically
+from rl_metrics.comparison import comparison_panels
 from rl_metrics.jsonl import StepRecord
-from rl_metrics.panels import filled_panels
+from rl_metrics.panels import Panel, Series, filled_panels
+from rl_metrics.report import RunReport
 
 
 def plot_run(records: Sequence[StepRecord], path: Path, *, title: str = "") -> None:
@@ -21,12 +23,6 @@ def plot_run(records: Sequence[StepRecord], path: Path, *, title: str = "") -> N
         ImportError: without matplotlib; names the extra.
         ValueError: if no record holds a metric that is drawn.
     """
-    try:
-        from rl_metrics.figure import draw_png  # noqa: PLC0415 - matplotlib is an extra
-    except ImportError as error:
-        message = "plot_run needs matplotlib; install the extra rl-metrics[plot]"
-        raise ImportError(message) from error
-
     panels = filled_panels(records)
     if not panels:
         message = (
@@ -34,4 +30,30 @@ def plot_run(records: Sequence[StepRecord], path: Path, *, title: str = "") -> N
             "reward/train/mean; write metrics before plotting them"
         )
         raise ValueError(message)
+    _draw(panels, path, title=title)
+
+
+def plot_comparison(first: RunReport, second: RunReport, path: Path) -> None:
+    """Draw every metric that either run holds, overlaid, and write the PNG atomically.
+
+    Raises:
+        ImportError: without matplotlib; names the extra.
+        ValueError: if neither run holds a metric that is drawn.
+    """
+    panels = comparison_panels(first, second)
+    if not panels:
+        message = (
+            f"plot_comparison: neither {first.title} nor {second.title} holds a metric that is "
+            "drawn, such as reward/train/mean"
+        )
+        raise ValueError(message)
+    _draw(panels, path, title=f"{first.title} and {second.title}")
+
+
+def _draw(panels: Sequence[tuple[Panel, Sequence[Series]]], path: Path, *, title: str) -> None:
+    try:
+        from rl_metrics.figure import draw_png  # noqa: PLC0415 - matplotlib is an extra
+    except ImportError as error:
+        message = "a plot needs matplotlib; install the extra rl-metrics[plot]"
+        raise ImportError(message) from error
     write_atomically(path, draw_png(panels, title=title))

@@ -10,11 +10,13 @@ On a terminal every finished step is one line that stays, above a display that m
     │ reward    0.094 ▁▁▄▇█ 0.391    held out  0.100 ▁█ 0.250           sampling    │
     ╰──────────────────────────────────────────────────────────────────────────────╯
 
-Anywhere else (a log file, CI, a notebook) every step is one plain line and nothing moves.
+In a notebook the same stands in one output of the cell, with the latest rows, and is replaced at
+every step. Anywhere else (a log file, CI) every step is one plain line and nothing moves.
 """
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Self, final
 
@@ -27,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_metrics.names import check_names
+from rl_metrics.notebook import NotebookOutput
 from rl_metrics.sparkline import sparkline
 from rl_metrics.visible import visible
 
@@ -45,6 +48,9 @@ _ALL_COLUMNS_WIDTH = 64
 
 _BAR_WIDTH = 14
 _SPARK_WIDTH = 14
+_NOTEBOOK_ROWS = 12
+"""Latest steps that a notebook shows."""
+
 _STEPS_PER_ESTIMATE = 8
 """Recent steps that the remaining time is estimated from."""
 
@@ -86,6 +92,9 @@ class ProgressDisplay:
         self._history: dict[str, list[float]] = {_TRAIN: [], _HELDOUT: []}
         self._stage = ""
         self._header_shown = False
+        self._notebook: NotebookOutput | None = None
+        self._latest: Mapping[str, float] = {}
+        self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_NOTEBOOK_ROWS)
         self._live = Live(
             console=self._console,
             get_renderable=self._footer,
@@ -98,15 +107,20 @@ class ProgressDisplay:
         self._started = self._last_step_at = time.monotonic()
         if self._moves:
             self._live.start()
+        elif self._console.is_jupyter:
+            self._notebook = NotebookOutput.open(width=self._width())
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._moves:
             self._live.stop()
+        self._stage = ""
+        self._refresh_notebook()
 
     def stage(self, text: str) -> None:
-        """Say what is going on now, such as "sampling"; shown only where the display moves."""
+        """Say what is going on now, such as "sampling"; a log file is not told."""
         self._stage = visible(text).replace("\n", " ")
+        self._refresh_notebook()
 
     def say(self, text: str) -> None:
         """Print a line above the display; its characters are shown as they are."""
@@ -129,11 +143,16 @@ class ProgressDisplay:
             self._step_seconds.append((now - self._last_step_at) / (step - self._done_steps))
             self._done_steps = step
         self._last_step_at = now
+        self._latest = dict(values)
         for name, history in self._history.items():
             if name in values:
                 history.append(values[name])
         if self._moves:
-            self._print_row(step, values)
+            self._console.print(self._row(step, values, header=not self._header_shown))
+            self._header_shown = True
+        elif self._notebook is not None:
+            self._rows.append((step, dict(values)))
+            self._refresh_notebook()
         else:
             # soft_wrap: a log line stays one line, however narrow the pretended terminal is
             self._console.print(Text(self._plain_line(step, values)), soft_wrap=True)
@@ -156,6 +175,7 @@ class ProgressDisplay:
             (_SAMPLED, "{} tokens/s", _whole),
         )
         parts += [text.format(show(values[name])) for name, text, show in formats if name in values]
+        parts += [f"{label} {show(values[name])}" for name, label, show in _FLOW if name in values]
         parts.append(f"elapsed {_clock(time.monotonic() - self._started)}")
         remaining = self._remaining_seconds()
         if remaining is not None and self._done_steps < self._num_steps:
@@ -166,16 +186,23 @@ class ProgressDisplay:
         # two columns stay free: at the edge, the terminal's own "^C" would push the display down
         return min(self._console.width - 2, _MAX_WIDTH)
 
-    def _print_row(self, step: int, values: Mapping[str, float]) -> None:
+    def _refresh_notebook(self) -> None:
+        if self._notebook is not None:
+            rows = [
+                self._row(step, values, header=index == 0)
+                for index, (step, values) in enumerate(self._rows)
+            ]
+            self._notebook.show(Group(*rows, self._footer()))
+
+    def _row(self, step: int, values: Mapping[str, float], *, header: bool) -> Table:
         row = Table(
             box=None,
             width=self._width(),
             padding=(0, 1, 0, 1),
-            show_header=not self._header_shown,
+            show_header=header,
             header_style="bold dim",
             expand=True,
         )
-        self._header_shown = True
         digits = len(str(self._num_steps))
         columns: list[tuple[str, int, Text]] = [
             ("step", max(4, 2 * digits + 1), Text(f"{step}/{self._num_steps}", style="bold")),
@@ -189,13 +216,13 @@ class ProgressDisplay:
         if self._width() < _ALL_COLUMNS_WIDTH:
             # the reward must be legible; these two are in the metrics file too
             columns = [column for column in columns if column[0] not in {"ended", "s/step"}]
-        for header, width, _ in columns:
+        for name, width, _ in columns:
             if width:
-                row.add_column(header, justify="right", width=width, no_wrap=True)
+                row.add_column(name, justify="right", width=width, no_wrap=True)
             else:
-                row.add_column(header, ratio=1, no_wrap=True, overflow="crop")
+                row.add_column(name, ratio=1, no_wrap=True, overflow="crop")
         row.add_row(*(cell for _, _, cell in columns))
-        self._console.print(row)
+        return row
 
     def _footer(self) -> Panel:
         width = self._width()
@@ -225,7 +252,14 @@ class ProgressDisplay:
             _trend("held out", self._history[_HELDOUT], "green", width),
             Text(self._stage, style="italic dim"),
         )
-        return Panel(Group(bar, trend), box=box.ROUNDED, border_style="dim", width=width)
+        flow = Text("  ").join(
+            Text.assemble((f"{label} ", "dim"), show(self._latest[name]))
+            for name, label, show in _FLOW
+            if name in self._latest
+        )
+        flow.no_wrap, flow.overflow = True, "ellipsis"
+        parts = (bar, trend, flow) if flow else (bar, trend)
+        return Panel(Group(*parts), box=box.ROUNDED, border_style="dim", width=width)
 
 
 def _trend(label: str, history: list[float], style: str, display_width: int) -> Text:
@@ -280,3 +314,18 @@ def _clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _tenth_percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+_FLOW: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("idle/trainer/fraction", "trainer idle", _percent),
+    ("idle/sampler/fraction", "samplers idle", _percent),
+    ("queue/ready/mean", "waiting", _whole),
+    ("staleness/trajectory/max", "stale", _whole),
+    ("lost/tokens/fraction", "lost", _tenth_percent),
+    ("queue/in_flight/mean", "in flight", _whole),
+)
+"""How well the parts of an asynchronous run keep each other busy: metric, label, format."""
