@@ -72,6 +72,10 @@ class RunSettings:
     checkpoint_every: int = attrs.field(default=15, validator=attrs.validators.ge(1))
     """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C."""
 
+    keep_best: bool = False
+    """Keep the checkpoint with the best held-out reward beside the newest. Those written after a
+    step that was evaluated count. Default: no, as it doubles what a run leaves on the disk."""
+
     trackers: tuple[TrackerConfig, ...] = ()
     """Where else the metrics go, such as [{kind = "tensorboard"}]. Default: to metrics.jsonl alone,
     which holds them in any case."""
@@ -361,7 +365,8 @@ class Conductor:
                 last = step == self.loop.num_steps
                 if step % self.settings.checkpoint_every == 0 or last or stop.requested:
                     display.stage("writing a checkpoint")
-                    await self.write_checkpoint(step, scheduler, trainer)
+                    value = metrics.get("reward/heldout/mean")
+                    await self.write_checkpoint(step, scheduler, trainer, value)
                 return not stop.requested
 
             stop.prepare(display.say)
@@ -456,7 +461,9 @@ class Conductor:
 
         return await asyncio.gather(*map(group_of, problems))
 
-    async def write_checkpoint(self, step: int, scheduler: Scheduler, trainer: Trainer) -> None:
+    async def write_checkpoint(
+        self, step: int, scheduler: Scheduler, trainer: Trainer, heldout: float | None
+    ) -> None:
         """Engine and scheduler into a new folder that becomes current by one rename."""
         running = asyncio.get_running_loop()
 
@@ -466,7 +473,8 @@ class Conductor:
             asyncio.run_coroutine_threadsafe(saving, running).result()
             write_json(folder / "scheduler.json", scheduler.state())
 
-        await asyncio.to_thread(self.folder.store.write, step, fill)
+        value = heldout if self.settings.keep_best else None
+        await asyncio.to_thread(self.folder.store.write, step, fill, value=value)
 
 
 def start_trainer(cluster: Cluster, job: Job, weights: Path) -> Trainer:

@@ -24,6 +24,7 @@ from algos_gspo_dapo_grpo import (
     BatchCounts,
     ClipCovLoss,
     DapoLoss,
+    DynamicSampling,
     GroupAdvantages,
     GrpoAdvantages,
     GrpoLoss,
@@ -42,6 +43,7 @@ from async_policy import (
     Actor,
     Batch,
     ConsumptionOrder,
+    Refill,
     Rollouts,
     Scheduler,
     SchedulerConfig,
@@ -50,6 +52,7 @@ from async_policy import (
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
 from rl_contracts.packing import pack
 from rl_contracts.train import LossFn, LossOutput, PackedBatch
+from rl_metrics import staleness_histogram
 from rl_tasks import (
     EncodedProblem,
     PromptOrder,
@@ -108,6 +111,12 @@ class LoopConfig:
     overlong: SoftOverlong | None = None
     """Punishment of completions that come close to `max_new_tokens`, which its `max_length` must
     be. Default: none; a completion that is cut off is graded like any other."""
+
+    dynamic_sampling: DynamicSampling | None = None
+    """Fill every step with groups that have a signal, and sample others in place of those whose
+    members all have the same reward (arXiv:2503.14476, section 3.2). `max_rounds` bounds the
+    search; with ``incomplete = "yield"`` a short step is trained on, and ``"raise"`` ends the run.
+    Default: none; groups without a signal are counted and leave a smaller step."""
 
     loss: PolicyLoss = attrs.field(factory=GrpoLoss)
     """The policy loss; its ratio is taken against the logprobs that the sampler reported. A KL term
@@ -175,6 +184,12 @@ class LoopConfig:
             groups_per_step=self.groups_per_step,
             max_staleness=self.max_staleness,
             order=self.order,
+            refill=None
+            if self.dynamic_sampling is None
+            else Refill(
+                max_rounds=self.dynamic_sampling.max_rounds,
+                incomplete=self.dynamic_sampling.incomplete,
+            ),
         )
 
 
@@ -342,7 +357,7 @@ class Run:
     def rollouts(self) -> Rollouts[Group]:
         """Groups of the problems in their order, sampled as far ahead as the settings allow."""
         order = PromptOrder(num_problems=len(self.task.train), seed=self.config.seed)
-        draws = order.take(self.scheduler.config.num_groups)
+        draws = order.take(self.scheduler.config.max_prompts)
 
         async def sample(ticket: Ticket) -> Group:
             params = SamplingParams(
@@ -367,8 +382,15 @@ class Run:
         def oldest_version(group: Group) -> PolicyVersion:
             return min(completion.policy_versions[0] for completion in group.completions)
 
+        def has_signal(group: Group) -> bool:
+            return is_informative(group.rewards)
+
         return Rollouts(
-            self.scheduler, sample=sample, oldest_version=oldest_version, publish=publish
+            self.scheduler,
+            sample=sample,
+            oldest_version=oldest_version,
+            publish=publish,
+            keep=None if self.config.dynamic_sampling is None else has_signal,
         )
 
     def pack(self, rows: Rows) -> list[list[PackedBatch]]:
@@ -444,12 +466,10 @@ def rows_of(batch: Batch[Group], config: LoopConfig) -> Rows:
     (arXiv:2503.14476, section 3.2).
     """
     groups = batch.groups
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
-    graded = torch.tensor([reward for group in groups for reward in group.rewards])
-    rewards = graded
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards])
     if config.overlong is not None:
-        rewards = graded + soft_overlong_penalty(torch.tensor(lengths), config=config.overlong)
+        lengths = torch.tensor([len(c.token_ids) for group in groups for c in group.completions])
+        rewards += soft_overlong_penalty(lengths, config=config.overlong)
     informative = [
         is_informative(of_group.tolist())
         for of_group in rewards.split([len(group.rewards) for group in groups])
@@ -467,23 +487,55 @@ def rows_of(batch: Batch[Group], config: LoopConfig) -> Rows:
     ]
     # A step without any gradient is still a step: one row of advantage 0 stands for it.
     kept = kept or [(rows[0], 0.0)]
-    scored = graded[~graded.isnan()]
-    metrics = {
-        "reward/train/mean": scored.mean().item() if len(scored) else 0.0,
-        "reward/unscorable/count": float(len(graded) - len(scored)),
-        "groups/uniform/fraction": informative.count(False) / len(groups),
-        "length/completion/mean": sum(lengths) / len(lengths),
-        "length/stopped/fraction": sum(c.finish_reason == "stop" for c in completions)
-        / len(completions),
-        "staleness/trajectory/mean": sum(batch.staleness) / len(batch.staleness),
-        "staleness/trajectory/max": float(max(batch.staleness)),
-        "batch/sampled/tokens": float(sum(lengths)),
-        "batch/sampled/sequences": float(len(rows)),
-        "batch/trained/sequences": float(len(kept)),
-        "batch/trained/tokens": float(sum(len(row.token_ids) for row, _ in kept)),
-    }
+    num_uniform = informative.count(False) + len(batch.set_aside)
     return Rows(
         trajectories=[row for row, _ in kept],
         advantages=[value for _, value in kept],
-        metrics=metrics,
+        metrics={
+            **sampling_metrics((*groups, *batch.set_aside)),
+            **pipeline_metrics(batch),
+            "groups/uniform/fraction": num_uniform / (len(groups) + len(batch.set_aside)),
+            "batch/trained/sequences": float(len(kept)),
+            "batch/trained/tokens": float(sum(len(row.token_ids) for row, _ in kept)),
+        },
     )
+
+
+def sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards and lengths of everything that was sampled for a step."""
+    completions = [completion for group in groups for completion in group.completions]
+    rewards = [reward for group in groups for reward in group.rewards]
+    scored = [reward for reward in rewards if math.isfinite(reward)]
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    stopped = sum(completion.finish_reason == "stop" for completion in completions)
+    return {
+        "reward/train/mean": sum(scored) / len(scored) if scored else 0.0,
+        "reward/unscorable/count": float(len(rewards) - len(scored)),
+        "length/completion/mean": num_tokens / len(completions),
+        "length/stopped/fraction": stopped / len(completions),
+        "batch/sampled/tokens": float(num_tokens),
+        "batch/sampled/sequences": float(len(completions)),
+    }
+
+
+def pipeline_metrics(batch: Batch[Group]) -> dict[str, float]:
+    """How old the batch is, and what sampling did meanwhile."""
+    of_trajectories = [
+        (staleness, len(set(completion.policy_versions)) > 1)
+        for staleness, group in zip(batch.staleness, batch.groups, strict=True)
+        for completion in group.completions
+    ]
+    ages = [staleness for staleness, _ in of_trajectories]
+    group_size = len(of_trajectories) / len(batch.groups)
+    activity = batch.activity
+    return {
+        "staleness/trajectory/mean": sum(ages) / len(ages),
+        "staleness/trajectory/max": float(max(ages)),
+        **staleness_histogram(ages),
+        "partial/trajectory/fraction": sum(partial for _, partial in of_trajectories) / len(ages),
+        "lost/groups/fraction": activity.redone_fraction,
+        "groups/set_aside/count": float(len(batch.set_aside)),
+        "queue/ready/value": activity.num_waiting * group_size,
+        "queue/in_flight/value": activity.num_in_flight * group_size,
+        "idle/trainer/fraction": activity.idle_fraction,
+    }

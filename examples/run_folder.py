@@ -6,7 +6,7 @@ runs/NAME-DATE/  effective_config.toml   every value, who set it, which package 
                  completions.json        answers before and after
                      identity.json           data and model, which a resumed run must have too
                      logs/                   what every process printed
-                 checkpoints/            the newest one, complete
+                 checkpoints/            the newest one, complete, and the best where it is kept
                  model/                  the trained model, a Hugging Face folder
                  plot.png, report.html   to look at
 """
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_policy import CheckpointStore, JsonValue, read_json, write_json
+from async_policy import CheckpointStore, JsonValue, KeepBest, read_json, write_json
 
 CONFIG_NAME = "effective_config.toml"
 
@@ -37,8 +37,12 @@ class RunFolder:
 
     @property
     def store(self) -> CheckpointStore:
-        """The run's checkpoints: one is kept, and goes when the next is complete."""
-        return CheckpointStore(self.path / "checkpoints", keep=1)
+        """The run's checkpoints: one is kept, and goes when the next is complete.
+
+        The best of those that were given a held-out reward stays beside it.
+        """
+        best = KeepBest(metric="reward/heldout/mean", better="higher")
+        return CheckpointStore(self.path / "checkpoints", keep=1, keep_best=best)
 
     @classmethod
     def create(cls, parent: Path, name: str) -> "RunFolder":

@@ -1,6 +1,6 @@
 """DAPO on mathematics, fully asynchronous: Qwen3-30B-A3B on two sets of 16 devices.
 
-    algorithm  DAPO: clip-higher, token mean, soft punishment of long completions
+    algorithm  DAPO: clip-higher, token mean, dynamic sampling, soft punishment of long completions
     model      Qwen3-30B-A3B: 128 experts in a layer, 8 of them for a token
     training   engine-fsdp on 16 devices, eight of which share every sequence (Ulysses)
     sampling   rollout-vllm on 16 others: eight engines of two devices, tensor and expert parallel
@@ -24,7 +24,7 @@ from launch import main
 from recipe import PromptFiles, Recipe, SortingDigits, make_job
 from tiny_models import model_folder
 
-from algos_gspo_dapo_grpo import DapoLoss, SoftOverlong
+from algos_gspo_dapo_grpo import DapoLoss, DynamicSampling, SoftOverlong
 from engine_fsdp import FsdpConfig, OptimConfig
 from parallel_state import ParallelState
 from rollout_vllm import VllmConfig
@@ -52,6 +52,9 @@ def full() -> Recipe:
             max_new_tokens=COMPLETION,
             max_tokens_per_micro_batch=8 * 4096,  # ppo_max_token_len_per_gpu of eight ranks
             loss=DapoLoss(clip_low=0.2, clip_high=0.28),
+            # verl's script has none, and trains on groups without a signal; the bound is that of
+            # its DAPO recipes (max_num_gen_batches)
+            dynamic_sampling=DynamicSampling(max_rounds=10, incomplete="yield"),
             # arXiv:2503.14476, section 4.1: the last fifth of the length
             overlong=SoftOverlong(max_length=COMPLETION, buffer=1228),
             evaluate_every=50,  # test_freq 25 rounds
@@ -90,6 +93,7 @@ def tiny() -> Recipe:
             order="completion",
             max_new_tokens=8,
             loss=DapoLoss(),
+            dynamic_sampling=DynamicSampling(max_rounds=10, incomplete="yield"),
             overlong=SoftOverlong(max_length=8, buffer=1),
             evaluate_every=20,
         ),

@@ -3,15 +3,22 @@
 import asyncio
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from algos_gspo_dapo_grpo import BatchCounts, DapoLoss, GrpoLoss, GspoLoss, KlPenalty
-from async_policy import Actor, Scheduler
+from algos_gspo_dapo_grpo import (
+    BatchCounts,
+    DapoLoss,
+    DynamicSampling,
+    GrpoLoss,
+    GspoLoss,
+    KlPenalty,
+)
+from async_policy import Actor, RefillError, Scheduler
 from rl_contracts import Completion, PolicyVersion, SamplingParams
 from rl_contracts.train import PackedBatch, StepResult
 from rl_tasks import (
@@ -49,6 +56,7 @@ class FakeSampler:
 
     asked: list[tuple[tuple[int, ...], int, SamplingParams, int]] = field(default_factory=list)
     version: int = 0
+    uniform: frozenset[int] = frozenset()
 
     async def call(self, method: Callable[..., object], *arguments: object) -> object:
         if method is SamplerActor.load:
@@ -61,7 +69,7 @@ class FakeSampler:
         self.asked.append((prompt_ids, num_samples, params, self.version))
         return [
             Completion(
-                token_ids=(10 + member,),
+                token_ids=(11 if prompt_ids[0] in self.uniform else 10 + member,),
                 rollout_logprobs=(-1.0,),
                 policy_versions=(PolicyVersion(self.version),),
                 finish_reason="stop",
@@ -113,8 +121,10 @@ def problems() -> list[EncodedProblem]:
     ]
 
 
-def run(config: LoopConfig) -> tuple[FakeSampler, FakeTrainer, list[tuple[int, dict[str, float]]]]:
-    sampler, trainer = FakeSampler(), FakeTrainer()
+def run(
+    config: LoopConfig, *, uniform: Collection[int] = ()
+) -> tuple[FakeSampler, FakeTrainer, list[tuple[int, dict[str, float]]]]:
+    sampler, trainer = FakeSampler(uniform=frozenset(uniform)), FakeTrainer()
     steps: list[tuple[int, dict[str, float]]] = []
     evaluated: list[int] = []
 
@@ -246,3 +256,36 @@ def test_completion_order_trains_on_every_prompt_once() -> None:
     ]
     assert {name: trained.count(name) for name in trained} == {f"group-{i}": 3 for i in range(8)}
     assert max(metrics["staleness/trajectory/max"] for _, metrics in steps) <= 1.0
+
+
+def test_dynamic_sampling_fills_steps_with_groups_that_have_a_signal() -> None:
+    """Prompts 100 and 102 have one answer for all, so others take their places, and are counted.
+
+    The sampler answers 0, 1, 2 in every group, of which "1" is right, but for those two prompts:
+    there every answer is 1.
+    """
+    config = config_of(
+        dynamic_sampling=DynamicSampling(max_rounds=5, incomplete="raise"), num_steps=3
+    )
+    sampler, trainer, steps = run(config, uniform={100, 102})
+    assert all(
+        loss_fn.keywords["counts"] == BatchCounts(num_tokens=6, num_sequences=6)
+        for _, loss_fn in trainer.given
+    )
+    asked = [prompt[0] for prompt, *_ in sampler.asked]
+    set_aside = sum(metrics["groups/set_aside/count"] for _, metrics in steps)
+    draws = [100 + d.problem for d in PromptOrder(num_problems=NUM_PROBLEMS, seed=9).take(20)]
+    assert asked == draws[: len(asked)]
+    assert set_aside == sum(prompt in {100, 102} for prompt in asked) > 0
+    assert len(asked) == 6 + set_aside
+    for _, metrics in steps:
+        aside = metrics["groups/set_aside/count"]
+        assert metrics["groups/uniform/fraction"] == aside / (2 + aside)
+        assert metrics["batch/sampled/sequences"] == 3 * (2 + aside)
+
+
+def test_a_search_without_a_signal_ends() -> None:
+    """Where every group is uniform, the bound ends the run by name (A21)."""
+    config = config_of(dynamic_sampling=DynamicSampling(max_rounds=3, incomplete="raise"))
+    with pytest.raises(RefillError, match="6"):  # 3 rounds of 2 groups
+        run(config, uniform={100, 101, 102, 103, 104})

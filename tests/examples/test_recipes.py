@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from grpo_trainer.run_qwen3_30b_veomni import full
 from launch import main
 from recipe import Recipe, make_job
+from run_folder import RunFolder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RECIPES = (
@@ -97,10 +98,19 @@ def test_two_ranks_that_share_sequences_learn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_asynchronous_groups_learn_within_their_bound(tmp_path: Path) -> None:
-    """DAPO up to three steps late, published every second step: it learns, and no later."""
-    _, records = finished(RECIPES[3], tmp_path)
+    """DAPO up to three steps late, published every second step: it learns, and no later.
+
+    Steps are full, of groups with a signal; the best checkpoint stays beside the newest.
+    """
+    folder, records = finished(
+        RECIPES[3], tmp_path, "run.keep_best=true", "run.checkpoint_every=10"
+    )
     assert heldout(records)[-1] > heldout(records)[0] + 0.1
     assert 1 <= max(column(records, "staleness/trajectory/max")) <= 3
+    assert set(column(records, "batch/trained/sequences")) == {16 * 8}
+    best = RunFolder(path=folder).store.best()
+    assert best is not None
+    assert best.value == max(heldout(records)[1:])
     published = [r.step for r in records[1:] if "time/publish/seconds" in r.values]
     assert published == list(range(2, 21, 2))
 

@@ -137,10 +137,10 @@ def test_the_reward_is_legible_at_every_width(width: int) -> None:
 FLOW = {
     "idle/trainer/fraction": 0.042,
     "idle/sampler/fraction": 0.1,
-    "queue/ready/mean": 41.4,
-    "queue/in_flight/mean": 1128.0,
+    "queue/ready/value": 41.4,
+    "queue/in_flight/value": 1128.0,
     "staleness/trajectory/max": 3.0,
-    "lost/tokens/fraction": 0.004,
+    "lost/groups/fraction": 0.004,
 }
 
 

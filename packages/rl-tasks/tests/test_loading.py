@@ -228,7 +228,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="NaN is not JSON"):
         load_problems([nan], known_sources=None)
     with pytest.raises(
-        TaskError, match=r"expected a \.parquet or \.jsonl file, got suffix '\.csv'"
+        TaskError, match=r"expected a \.parquet or \.jsonl file, or the folder .* suffix '\.csv'"
     ):
         load_problems([tmp_path / "data.csv"], known_sources=None)
 

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import subprocess
+import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_tasks import MathAnswer
+from rl_tasks import Answer, ChatMessage, MathAnswer, Problem, grade_all, math_equality, math_pool
 from rl_tasks.exact_number import exact_number
 from rl_tasks.math_answer import final_answer
 from rl_tasks.math_equality import answers_are_equal
@@ -122,6 +124,62 @@ def test_grading_works_in_a_thread_that_is_not_the_main_one() -> None:
     assert results == [(1.0, "right")]
 
 
+def test_a_script_without_a_guard_can_grade(tmp_path: Path) -> None:
+    """The caller's main module is not run again in the workers, whatever stands in it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "print('started')\n"
+        "from rl_tasks import MathAnswer\n"
+        "answer = MathAnswer(timeout_s=60.0)(\n"
+        "    r'\\boxed{\\sqrt{8}}', ground_truth=r'2\\sqrt{2}', finish_reason='stop')\n"
+        "print(answer.reason)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True
+    )
+    assert (result.stdout, result.stderr) == ("started\nright\n", "")
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_replaced() -> None:
+    """What it was comparing has no value; the next answer gets a worker of its own."""
+    pool = math_pool._Pool(1)
+    request: dict[str, str | float] = {
+        "answer": r"\sqrt{8}",
+        "ground_truth": r"2\sqrt{2}",
+        "percent": "either",
+        "timeout_s": 60.0,
+    }
+    try:
+        assert pool.ask(request, timeout_s=60.0) == {"equal": True}
+        (worker,) = pool._workers
+        worker._process.kill()
+        worker._process.wait()
+        with pytest.raises(math_pool.WorkerDiedError):
+            pool.ask(request, timeout_s=60.0)
+        assert pool.ask(request, timeout_s=60.0) == {"equal": True}
+        assert len(pool._workers) == 1
+        with pytest.raises(TimeoutError):
+            pool.ask({**request, "answer": "9^{9^{9^{9}}}+\\sqrt{2}"}, timeout_s=0.05)
+        assert pool._workers == []
+    finally:
+        pool.end()
+
+
+def test_many_answers_at_once_are_graded_as_one_by_one() -> None:
+    """Threads change the time and not the results, nor their order."""
+    problem = Problem(
+        problem_id="p",
+        messages=(ChatMessage(role="user", content="?"),),
+        ground_truth=r"2\sqrt{2}",
+        data_source="math",
+    )
+    texts = [r"\boxed{\sqrt{8}}", r"\boxed{3}", "none", r"\boxed{2\sqrt2}"] * 5
+    answers = [Answer(problem=problem, text=text, finish_reason="stop") for text in texts]
+    results = grade_all({"math": MathAnswer(timeout_s=60.0)}, answers, num_threads=4)
+    assert [result.value for result in results] == [1.0, 0.0, 0.0, 1.0] * 5
+
+
 def test_an_endless_answer_is_not_read() -> None:
     """3000 characters are no answer that a data set has; they score 0 and say why."""
     assert graded(rf"\boxed{{{'1+' * 1500}1}}", "1501") == (0.0, "answer_too_long")
@@ -138,6 +196,7 @@ def test_no_answer_reaches_sympys_evaluating_parser(monkeypatch: pytest.MonkeyPa
         return real(text, **settings)
 
     monkeypatch.setattr(math_verify, "parse", parse)
+    math_equality._parsed.cache_clear()
     for answer in ("x+1", "(2)*(x)", "__import__('os').getcwd()"):
         answers_are_equal(answer, r"\sqrt{2}", percent="either", needs_algebra=True)
-    assert readers == [["LatexExtractionConfig"]] * 6
+    assert readers == [["LatexExtractionConfig"]] * 4

@@ -135,9 +135,8 @@ PANELS = (
         title="Queue",
         unit="trajectories",
         lines=(
-            Line(metric="queue/ready/mean", label="waiting"),
-            Line(metric="queue/ready/max", label="most waiting"),
-            Line(metric="queue/in_flight/mean", label="in flight"),
+            Line(metric="queue/ready/value", label="waiting"),
+            Line(metric="queue/in_flight/value", label="in flight"),
         ),
         from_zero=True,
     ),
@@ -146,7 +145,7 @@ PANELS = (
         unit="share of trajectories, of tokens",
         lines=(
             Line(metric="partial/trajectory/fraction", label="partial"),
-            Line(metric="lost/tokens/fraction", label="lost"),
+            Line(metric="lost/groups/fraction", label="lost"),
         ),
         from_zero=True,
     ),

@@ -323,9 +323,9 @@ def _tenth_percent(value: float) -> str:
 _FLOW: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("idle/trainer/fraction", "trainer idle", _percent),
     ("idle/sampler/fraction", "samplers idle", _percent),
-    ("queue/ready/mean", "waiting", _whole),
+    ("queue/ready/value", "waiting", _whole),
     ("staleness/trajectory/max", "stale", _whole),
-    ("lost/tokens/fraction", "lost", _tenth_percent),
-    ("queue/in_flight/mean", "in flight", _whole),
+    ("lost/groups/fraction", "lost", _tenth_percent),
+    ("queue/in_flight/value", "in flight", _whole),
 )
 """How well the parts of an asynchronous run keep each other busy: metric, label, format."""

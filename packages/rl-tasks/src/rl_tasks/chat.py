@@ -71,20 +71,37 @@ def encode_prompt(
         TypeError: if the tokenizer returns something other than token ids.
         ValueError: if it returns none.
     """
-    schemas: list[ToolSchema] = [dict(tool) for tool in tools]
-    rendered = tokenizer.apply_chat_template(
-        [{"role": message.role, "content": message.content} for message in messages],
-        schemas or None,
-        add_generation_prompt=True,
-        tokenize=True,
-    )
-    ids = _token_ids(rendered)
-    bos = tokenizer.bos_token_id
-    while bos is not None and ids[:2] == [bos, bos]:
-        del ids[0]
+    ids = render_chat(tokenizer, messages, tools=tools, add_generation_prompt=True)
     if not ids:
         message = f"the chat template rendered {len(messages)} messages to no token at all"
         raise ValueError(message)
+    return ids
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    tools: Sequence[Mapping[str, JsonValue]],
+    add_generation_prompt: bool,
+) -> tuple[int, ...]:
+    """Token ids of a chat, with one BOS at most at its beginning.
+
+    Raises:
+        TypeError: if the tokenizer returns something other than token ids.
+    """
+    schemas: list[ToolSchema] = [dict(tool) for tool in tools]
+    ids = _token_ids(
+        tokenizer.apply_chat_template(
+            [{"role": message.role, "content": message.content} for message in messages],
+            schemas or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+        )
+    )
+    bos = tokenizer.bos_token_id
+    while bos is not None and ids[:2] == [bos, bos]:
+        del ids[0]
     return tuple(ids)
 
 

@@ -1,16 +1,17 @@
-"""Files of prompts to problems: parquet and JSONL, both in verl's schema."""
+"""Files of prompts to problems: parquet, JSONL and saved data sets, all in verl's schema."""
 
-import json
+import hashlib
 import os
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from rl_tasks.atomic import write_rows
 from rl_tasks.errors import NothingLeftError, RowError, TaskError
 from rl_tasks.problem import Problem
+from rl_tasks.readers import reader
 from rl_tasks.verl_schema import CHECKED_COLUMNS, READ_COLUMNS, parse_row, to_row
 
 
@@ -27,14 +28,11 @@ class LoadedProblems:
     unusable: Mapping[str, int]
     """Rows that were dropped, by the field that was wrong; empty unless dropping was asked for."""
 
+    num_repeated: int
+    """Rows that say the same as an earlier one; whether they are among `problems` was asked."""
+
     ignored_columns: tuple[str, ...]
     """Columns that stand in the files and that nothing reads."""
-
-
-class _Row(NamedTuple):
-    name: str
-    number: int
-    values: Mapping[str, object]
 
 
 def load_problems(
@@ -42,6 +40,7 @@ def load_problems(
     *,
     known_sources: Collection[str] | None,
     unusable: Literal["error", "drop"] = "error",
+    repeated: Literal["keep", "drop"] = "keep",
 ) -> LoadedProblems:
     """Read prompt files.
 
@@ -49,11 +48,17 @@ def load_problems(
     number of its row, from 0.
 
     Args:
-        paths: ``.parquet`` (needs the extra ``rl-tasks[parquet]``) or ``.jsonl`` files.
+        paths: ``.parquet`` (needs the extra ``rl-tasks[parquet]``) or ``.jsonl`` files, or folders
+            that Hugging Face's ``save_to_disk`` wrote, of one split (``rl-tasks[hugging-face]``).
         known_sources: data sources that have a reward, usually the table of rewards itself; None
             does not check.
         unusable: ``error`` stops at the first row that cannot be used; ``drop`` leaves such rows
             out and counts them.
+        repeated: what happens to a row with the prompt, the ground truth and the data source of
+            an earlier one. ``keep`` makes it a problem of its own, as verl does; ``drop`` leaves it
+            out. DAPO-Math-17k is published with every problem about 100 times, by accident as its
+            authors say, and AIME-2024 with every problem 32 times, to be sampled as often: drop in
+            the first, keep in the second.
 
     Raises:
         RowError: for a row that cannot be used, if that is an error.
@@ -65,9 +70,10 @@ def load_problems(
     dropped: Counter[str] = Counter()
     columns: set[str] = set()
     first_error: RowError | None = None
-    num_rows = 0
+    num_rows = num_repeated = 0
+    seen: set[bytes] = set()
     for path, name in zip(paths, names, strict=True):
-        for row in _reader(path)(path):
+        for row in reader(path)(path):
             num_rows += 1
             columns.update(row.values)
             try:
@@ -83,8 +89,12 @@ def load_problems(
                     raise
                 first_error = first_error or error
                 dropped[error.reason] += 1
-            else:
+                continue
+            identity = _identity(problem)
+            num_repeated += identity in seen
+            if identity not in seen or repeated == "keep":
                 problems.append(problem)
+            seen.add(identity)
     if not problems:
         counts = ", ".join(f"{reason}: {count}" for reason, count in dropped.most_common())
         message = f"0 of {num_rows} rows left of {', '.join(map(str, paths)) or 'no files'}"
@@ -95,6 +105,7 @@ def load_problems(
         problems=tuple(problems),
         num_rows=num_rows,
         unusable=dict(dropped),
+        num_repeated=num_repeated,
         ignored_columns=tuple(sorted(columns - set(READ_COLUMNS) - set(CHECKED_COLUMNS))),
     )
 
@@ -108,27 +119,13 @@ def write_parquet(problems: Sequence[Problem], path: Path) -> None:
     Raises:
         ImportError: without pyarrow; names the extra.
     """
-    try:
-        import pyarrow as pa  # noqa: PLC0415 - an extra
-        import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ImportError(_NEEDS_PYARROW) from error
-    table = pa.Table.from_pylist([to_row(problem) for problem in problems])
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            pq.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-            # mkstemp makes files that only their owner reads
-            os.fchmod(file.fileno(), 0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_rows([to_row(problem) for problem in problems], path)
 
 
-_NEEDS_PYARROW = "parquet files need pyarrow; install the extra rl-tasks[parquet]"
+def _identity(problem: Problem) -> bytes:
+    """The same for two problems that ask the same and have the same answer."""
+    said = (problem.data_source, problem.ground_truth, problem.messages)
+    return hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -141,55 +138,3 @@ def _names(paths: Sequence[Path]) -> list[str]:
         return []
     common = Path(os.path.commonpath([path.parent for path in resolved]))
     return [path.relative_to(common).as_posix() for path in resolved]
-
-
-def _reader(path: Path) -> Callable[[Path], Iterator[_Row]]:
-    match path.suffix:
-        case ".parquet":
-            return _parquet_rows
-        case ".jsonl":
-            return _jsonl_rows
-        case suffix:
-            message = f"{path}: expected a .parquet or .jsonl file, got suffix {suffix!r}"
-            raise TaskError(message)
-
-
-def _parquet_rows(path: Path) -> Iterator[_Row]:
-    try:
-        import pyarrow as pa  # noqa: PLC0415 - an extra
-        import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ImportError(_NEEDS_PYARROW) from error
-    index = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for values in batch.to_pylist():
-                    yield _Row(f"row {index} (from 0)", index, values)
-                    index += 1
-    except pa.ArrowException as error:
-        message = f"{path}: not a readable parquet file, after row {index}: {error}"
-        raise TaskError(message) from error
-
-
-def _jsonl_rows(path: Path) -> Iterator[_Row]:
-    index = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line, parse_constant=_refuse_constant)
-            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-                message = f"{path}, line {number}: expected one JSON object: {error}"
-                raise TaskError(message) from error
-            if not isinstance(values, dict):
-                message = f"{path}, line {number}: expected one JSON object, got {line[:60]!r}"
-                raise TaskError(message)
-            yield _Row(f"line {number}", index, values)
-            index += 1
-
-
-def _refuse_constant(name: str) -> float:
-    message = f"{name} is not JSON"
-    raise ValueError(message)

@@ -1,20 +1,15 @@
 r"""A reward for mathematical answers, graded in processes of its own with real time limits."""
 
-import atexit
-import functools
 import re
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import attrs
 
 from rl_contracts import FinishReason
 from rl_tasks.boxed import last_complete_box
 from rl_tasks.math_equality import PercentRule, answers_are_equal
+from rl_tasks.math_pool import ComparisonFailedError, WorkerDiedError, equal_by_algebra
 from rl_tasks.rewards import RewardResult
-
-if TYPE_CHECKING:
-    from pebble import ProcessPool
 
 _ANSWER_LINE = re.compile(r"####[ \t]*(?P<answer>[^\n]+)")
 _ANY_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
@@ -43,6 +38,7 @@ class MathAnswer:
 
     What needs algebra is compared by math-verify (extra ``rl-tasks[math]``) in `num_workers`
     processes, each answer with a time limit; the process of an answer that exceeds it is killed.
+    What was decided there is remembered, since samples of one prompt often have the same answer.
     Safe to call from several threads; blocks its own.
 
     Reasons: ``right``, ``wrong``, ``no_answer``, ``answer_too_long``; without a value
@@ -78,24 +74,21 @@ class MathAnswer:
         return _result(equal=equal)
 
     def _by_algebra(self, answer: str, ground_truth: str) -> RewardResult:
-        from pebble import ProcessExpired  # noqa: PLC0415
-
-        comparison = _pool(self.num_workers).submit(
-            answers_are_equal,
-            self.timeout_s,
-            answer,
-            ground_truth,
-            percent=self.percent,
-            needs_algebra=True,
-        )
         try:
-            return _result(equal=bool(comparison.result()))
-        except FutureTimeoutError:
+            equal = equal_by_algebra(
+                answer,
+                ground_truth,
+                self.percent,
+                timeout_s=self.timeout_s,
+                num_workers=self.num_workers,
+            )
+        except TimeoutError:
             return RewardResult(value=None, reason="timed_out")
-        except ProcessExpired:
+        except WorkerDiedError:
             return RewardResult(value=None, reason="grader_died")
-        except Exception as error:  # noqa: BLE001  # whatever a parser raises on a hostile answer
-            return RewardResult(value=None, reason=f"grader_failed_{type(error).__name__}")
+        except ComparisonFailedError as error:
+            return RewardResult(value=None, reason=f"grader_failed_{error}")
+        return _result(equal=equal)
 
 
 def final_answer(text: str) -> str | None:
@@ -113,43 +106,3 @@ def _result(*, equal: bool) -> RewardResult:
     if equal:
         return RewardResult(value=1.0, reason="right")
     return RewardResult(value=0.0, reason="wrong")
-
-
-@functools.cache
-def _pool(num_workers: int) -> "ProcessPool":
-    import multiprocessing  # noqa: PLC0415
-
-    try:
-        from pebble import ProcessPool  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        message = "MathAnswer needs math-verify and pebble; install rl-tasks[math]"
-        raise ModuleNotFoundError(message) from error
-    # spawned: a fork would copy the threads' locks of vLLM or torch in this process
-    pool = ProcessPool(
-        max_workers=num_workers,
-        context=multiprocessing.get_context("spawn"),
-        initializer=_prepare_worker,
-    )
-    atexit.register(_end_pool, pool)
-    return pool
-
-
-def _prepare_worker() -> None:
-    """Load what is heavy once, outside the first answer's time, and bound the memory."""
-    import logging  # noqa: PLC0415
-    import resource  # noqa: PLC0415
-
-    import math_verify  # noqa: F401, PLC0415
-    import sympy  # noqa: F401, PLC0415
-
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we keep the time
-
-
-_MEMORY_BYTES = 4 * 2**30
-"""Address space of a worker: a tower of powers ends in a MemoryError and not in the machine's."""
-
-
-def _end_pool(pool: "ProcessPool") -> None:
-    pool.stop()  # type: ignore[no-untyped-call]
-    pool.join(timeout=5)

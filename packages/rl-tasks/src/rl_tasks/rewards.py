@@ -1,8 +1,8 @@
 """Rewards: pure functions of a completion's text, its end, and the ground truth.
 
 A reward never sees the prompt, so it cannot grade it by mistake, and never evaluates what a model
-wrote: answers are matched and compared as text and as decimal numbers. It has no time-out and no
-signal, since everything here is linear in the text, so it works in any thread.
+wrote: answers are matched and compared as text and as decimal numbers. Those of this module have no
+time-out and no signal, since everything here is linear in the text. All work in any thread.
 
 A completion that is wrong has the value 0. One that *could not be graded* has no value at all:
 averaging such failures as zeros hides a broken grader behind a policy that seems not to learn.
@@ -10,7 +10,8 @@ averaging such failures as zeros hides a broken grader behind a policy that seem
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -228,6 +229,37 @@ def grade(
     check_data_source(problem.data_source, rewards, f"problem {problem.problem_id}")
     reward = rewards[problem.data_source]
     return reward(text, ground_truth=problem.ground_truth, finish_reason=finish_reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One completion that is to be graded."""
+
+    problem: Problem
+
+    text: str
+    """The completion alone."""
+
+    finish_reason: FinishReason
+
+
+def grade_all(
+    rewards: Mapping[str, Reward], answers: Sequence[Answer], *, num_threads: int
+) -> list[RewardResult]:
+    """Grade many completions; the same results, in the same order, as `grade` one by one.
+
+    Threads help where a reward waits: for a sandbox, for a worker process, for a judge. Rewards
+    that only compare gain nothing by them.
+
+    Raises:
+        ValueError: for a data source without a reward, or for no thread.
+    """
+
+    def one(answer: Answer) -> RewardResult:
+        return grade(rewards, answer.problem, text=answer.text, finish_reason=answer.finish_reason)
+
+    with ThreadPoolExecutor(max_workers=num_threads) as threads:
+        return list(threads.map(one, answers))
 
 
 def _right_or_wrong(*, right: bool) -> RewardResult:
