@@ -29,7 +29,8 @@ MEMBERS = {
         "from_engine_args add_request abort pause_generation resume_generation reset_prefix_cache "
         "collective_rpc get_supported_tasks init_weight_transfer_engine start_weight_update "
         "update_weights finish_weight_update update_weight_version sleep wake_up is_sleeping "
-        "shutdown errored model_config output_processor engine_core"
+        "shutdown errored model_config output_processor engine_core generate vllm_config renderer "
+        "input_processor"
     ),
     "vllm.v1.engine.core_client:AsyncMPClient": "outputs_queue",
     "vllm.v1.engine.core_client:MPClient": "engine_ranks_managed resources",
@@ -50,7 +51,10 @@ MEMBERS = {
     "vllm.logprobs:FlatLogprobs": "logprobs",
     "vllm.usage.usage_lib:UsageContext": "LLM_CLASS",
     "vllm.exceptions:VLLMError": "",
-    "vllm.config:ModelConfig": "max_model_len get_vocab_size hf_text_config enable_sleep_mode",
+    "vllm.config:ModelConfig": (
+        "max_model_len get_vocab_size hf_text_config enable_sleep_mode generation_config "
+        "try_get_generation_config"
+    ),
     "vllm.config:ParallelConfig": "worker_extension_cls data_parallel_index",
     "vllm.distributed.weight_transfer.base:WeightTransferEngine": (
         "__init__ init_transfer_engine start_weight_update update_weights receive_weights "
@@ -61,6 +65,15 @@ MEMBERS = {
     ),
     "vllm.v1.worker.gpu_worker:Worker": "sleep wake_up model_runner",
     "vllm.v1.worker.worker_base:WorkerBase": "vllm_config",
+    "vllm.renderers:BaseRenderer": "get_eos_token_id",
+    "vllm.tool_parsers:ToolParserManager": "list_registered",
+    # where the server is made: rollout_vllm.versions.SERVER_NAMES
+    "vllm.entrypoints.launchers.app:build_app": "",
+    "vllm.entrypoints.launchers.api_server.app_state:init_app_state": "",
+    "vllm.entrypoints.launchers.cli_args:make_arg_parser": "",
+    "vllm.entrypoints.openai.api_server:build_app": "",
+    "vllm.entrypoints.openai.api_server:init_app_state": "",
+    "vllm.entrypoints.openai.cli_args:make_arg_parser": "",
     "vllm.platforms.cpu:CpuPlatform": "device_name",
     "vllm.platforms.cuda:CudaPlatformBase": "device_name",
     "vllm_ascend.platform:NPUPlatform": "device_name",
@@ -243,7 +256,11 @@ def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def defines(node: ast.AST, name: str) -> bool:
     """Whether a statement binds a name other than by an import."""
     match node:
-        case ast.ClassDef(name=found) | ast.FunctionDef(name=found):
+        case (
+            ast.ClassDef(name=found)
+            | ast.FunctionDef(name=found)
+            | ast.AsyncFunctionDef(name=found)
+        ):
             return found == name
         case ast.AnnAssign(target=ast.Name(id=found)):
             return found == name

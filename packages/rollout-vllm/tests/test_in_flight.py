@@ -38,6 +38,8 @@ class CountingEngine:
         self.steps = asyncio.Semaphore(0)
         self.running: dict[str, asyncio.Event] = {}
         self.shut_down = False
+        self.may_hold = asyncio.Event()
+        self.may_hold.set()
 
     async def _deltas(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, minimum: int
@@ -103,9 +105,11 @@ class CountingEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            self.running[request_id].set()
+            if request_id in self.running:  # others have ended
+                self.running[request_id].set()
 
     async def hold(self, in_flight: InFlight) -> None:
+        await self.may_hold.wait()
         if in_flight == "abort":
             await self.abort(list(self.running))
 
@@ -166,6 +170,28 @@ async def update(engine: Engine, version: int, in_flight: InFlight) -> None:
     await engine.update_weights({}, version=PolicyVersion(version))
     await engine.go_on()
     await settle()
+
+
+def test_a_request_that_comes_while_others_are_ended_goes_on_too() -> None:
+    """It reaches the engine before that holds, and is ended with them."""
+
+    async def run() -> None:
+        inner = CountingEngine()
+        engine = ResumingEngine(inner)
+        inner.may_hold.clear()
+        updating = asyncio.create_task(update(engine, 1, "abort"))
+        await settle()
+        drawing = draw(engine)
+        await settle()
+        assert inner.running
+        inner.may_hold.set()
+        await updating
+        await steps(inner, 5)
+        (completion,) = await drawing
+        assert completion.finish_reason == "length"
+        assert completion.policy_versions == (1,) * 5
+
+    asyncio.run(run())
 
 
 def test_an_aborted_request_goes_on_from_its_prefix() -> None:

@@ -19,12 +19,8 @@ from rollout_vllm import (
     WeightUpdateError,
     publish_weights,
 )
-from rollout_vllm.replicas import (
-    ReplicaLostError,
-    ReplicaSet,
-    ReplicaSetConfig,
-    replica_config,
-)
+from rollout_vllm.replica import ReplicaLostError, ReplicaSetConfig, replica_config
+from rollout_vllm.replicas import ReplicaSet
 
 PARAMS = SamplingParams(max_new_tokens=1)
 
@@ -39,6 +35,7 @@ class FakeReplica:
         self.hangs = False
         self.refuses = False
         self.breaks = False
+        self.stays = False
         self.closed = 0
         self.answer = asyncio.Event()
         self.answer.set()
@@ -94,6 +91,8 @@ class FakeReplica:
         self.closed += 1
         self.dead = True
         self.answer.set()
+        if self.stays:
+            raise OSError("no such process")
 
 
 class World:
@@ -104,12 +103,13 @@ class World:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.failures = 0
+        self.failure: Exception = ReplicaLostError("no memory")
 
     async def start(self, number: int) -> FakeReplica:
         await self.may_start.wait()
         if self.failures:
             self.failures -= 1
-            raise ReplicaLostError(f"replica {number}: no memory")
+            raise self.failure
         self.started.append(FakeReplica(number))
         return self.started[-1]
 
@@ -218,7 +218,7 @@ def test_a_dead_replica_is_replaced_before_it_serves_again(tmp_path: Path) -> No
         await all_serve(replicas)
         assert world.newest(0).loads == [(5, "keep")]
         assert await draw(replicas, prompt) == 0
-        assert replicas.num_restarts == 1
+        assert replicas.losses == ["replica 0: SamplerDiedError: vLLM's engine process died"]
 
     world = run(test, tmp_path)
     assert len(world.started) == 3
@@ -319,6 +319,25 @@ def test_a_set_whose_replicas_do_not_start_gives_up(tmp_path: Path) -> None:
             await draw(replicas, [1])
 
     run(test, tmp_path, num_replicas=1, max_failed_starts=2)
+
+
+def test_errors_of_other_kinds_stop_nothing(tmp_path: Path) -> None:
+    """A start, a question and an end may raise anything; the replica is replaced all the same."""
+
+    async def test(world: World, replicas: ReplicaSet, folder: Path) -> None:
+        await replicas.load_published(publish(folder, 1))
+        world.failures, world.failure = 1, OSError("no place on the node")
+        first = world.newest(0)
+        first.hangs = first.stays = True
+        async with asyncio.timeout(10):
+            while world.newest(0) is first:  # noqa: ASYNC110  (nobody tells of it)
+                await asyncio.sleep(0.01)
+        await all_serve(replicas)
+        (loss,) = replicas.losses
+        assert loss.startswith("replica 0: TimeoutError: no answer to ping within 0.05 s")
+        world.newest(0).stays = world.newest(1).stays = True  # and the set's files go
+
+    run(test, tmp_path, health_interval_s=0.01)
 
 
 def test_a_first_start_that_fails_closes_the_others() -> None:

@@ -24,7 +24,7 @@ from rollout_vllm.arguments import (
     FIXED_ARGUMENTS,
     known_arguments,
 )
-from rollout_vllm.versions import ARGUMENT_NAMES, installed_version
+from rollout_vllm.versions import ARGUMENT_NAMES, SERVER_NAMES, installed_version
 
 FACTS = json.loads((Path(__file__).parent / "vllm_names.json").read_text(encoding="utf-8"))
 WHEELS: list[str] = FACTS["wheels"]
@@ -45,7 +45,14 @@ CALLS = {
     "vllm.v1.engine.async_llm:AsyncLLM.update_weights": ("request",),
     "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("level", "mode"),
     "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("tags",),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id"),
     "vllm.inputs:tokens_input": ("prompt_token_ids",),
+}
+# of the functions that make the server, given by place
+SERVER_CALLS = {
+    "build_app": "args supported_tasks model_config",
+    "init_app_state": "engine_client state args supported_tasks",
+    "make_arg_parser": "parser",
 }
 
 
@@ -134,6 +141,14 @@ def test_tool_finds_the_committed_facts_again() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ", 0 differences" in ended.stdout
+
+
+def test_the_server_is_made_where_the_table_says() -> None:
+    """The functions stand there and take what they are given, in every version that is served."""
+    assert set(SERVER_NAMES) == set(ARGUMENT_NAMES) - {"0.23"}
+    for wheel in WHEELS:
+        for function, name in SERVER_NAMES.get(minor(wheel), {}).items():
+            assert signatures(name)[wheel] == SERVER_CALLS[function], (wheel, name)
 
 
 def test_every_vendor_import_was_looked_up() -> None:

@@ -18,6 +18,7 @@ from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.publication import Publication
 from rollout_vllm.routing import RoutedCompletion
 from rollout_vllm.sampler import VllmSampler
+from rollout_vllm.server_config import ServerConfig
 from rollout_vllm.sleep import MemoryChange, SamplerAsleepError
 from rollout_vllm.weights_sender import PublishedFile, PublishedWeights, publish_weights
 
@@ -41,6 +42,7 @@ __all__ = [
     "SamplerAsleepError",
     "SamplerClosedError",
     "SamplerDiedError",
+    "ServerConfig",
     "StartError",
     "TokenDelta",
     "VllmConfig",

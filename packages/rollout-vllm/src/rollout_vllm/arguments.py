@@ -37,9 +37,6 @@ FIXED_ARGUMENTS: Mapping[str, EffectiveArgument] = MappingProxyType(
             origin="fixed: logprobs are those of the distribution that tokens are drawn from, "
             "after temperature and top_p",
         ),
-        "skip_tokenizer_init": EffectiveArgument(
-            value=True, origin="fixed: token ids in, token ids out"
-        ),
         "worker_extension_cls": EffectiveArgument(
             value=WORKER_EXTENSION, origin="fixed: brings the receiving half of weight transfer"
         ),
@@ -78,7 +75,8 @@ _OWNED: Mapping[str, str] = MappingProxyType(
         "seed": "use VllmConfig.seed",
         "trust_remote_code": "use VllmConfig.trust_remote_code",
         **{name: f"it is {fixed.origin}" for name, fixed in FIXED_ARGUMENTS.items()},
-        "tokenizer": f"it is {FIXED_ARGUMENTS['skip_tokenizer_init'].origin}",
+        "skip_tokenizer_init": "it follows from VllmConfig.server",
+        "tokenizer": "VllmConfig.server uses the one in the folder VllmConfig.model",
         "distributed_executor_backend": "it follows from VllmConfig.tensor_parallel_size",
         "worker_cls": "its weights could not be updated",
     }
@@ -111,7 +109,10 @@ _ONE_DEVICE = "it has no effect: the engine runs on one device in one process"
 _NO_LORA = "it has no effect: enable_lora is not supported yet"
 _EAGER = "it has no effect: VllmConfig.enforce_eager leaves no graph to compile or capture"
 _UNTESTED = "it is not supported yet: no test has shown that it does its work on GPUs"
-_NO_TOKENIZER = "it has no effect: no tokenizer is loaded"
+_NO_TOKENIZER = (
+    "no tokenizer is loaded, but for VllmConfig.server, which takes the model's own as its files "
+    "describe it"
+)
 _LOCAL = "it has no effect: the model is the local folder VllmConfig.model, weights as safetensors"
 _OTHER_MODEL = (
     "the engine would run another model than the one trained; change config.json in the folder "

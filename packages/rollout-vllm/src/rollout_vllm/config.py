@@ -7,7 +7,8 @@ import attrs
 
 from rollout_vllm.arguments import FIXED_ARGUMENTS, EffectiveArgument, check_free_arguments
 from rollout_vllm.device_rules import Device, check_device_rules
-from rollout_vllm.versions import argument_names, installed_version
+from rollout_vllm.server_config import ServerConfig
+from rollout_vllm.versions import argument_names, installed_version, server_names
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -130,6 +131,15 @@ class VllmConfig:
     trust_remote_code: bool = attrs.field(default=False, validator=_boolean)
     """Run Python code that comes with the model. Default: no."""
 
+    server: ServerConfig | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(attrs.validators.instance_of(ServerConfig)),
+    )
+    """HTTP server for agents and tools in front of the same engine; None, the default: none.
+
+    With one the engine loads the model's tokenizer. What `VllmSampler.sample` does stays the
+    same."""
+
     engine_args: Mapping[str, object] = attrs.field(factory=dict, converter=_copied)
     """Further arguments of vLLM's AsyncEngineArgs, passed on as they are."""
 
@@ -185,6 +195,8 @@ class VllmConfig:
             )
             raise ValueError(message)
         names = argument_names(version)
+        if self.server is not None:
+            server_names(version)
         given = {
             **_as_given(self),
             **_derived(self),
@@ -242,6 +254,13 @@ def _derived(config: VllmConfig) -> dict[str, EffectiveArgument]:
         derived["gpu_memory_utilization"] = EffectiveArgument(
             value=_LEAST_SHARE, origin="derived from VllmConfig.kv_cache_gib, which fixes the cache"
         )
+    derived["skip_tokenizer_init"] = (
+        EffectiveArgument(value=True, origin="fixed: token ids in, token ids out")
+        if config.server is None
+        else EffectiveArgument(
+            value=False, origin="derived from VllmConfig.server, whose clients send text"
+        )
+    )
     derived["distributed_executor_backend"] = (
         EffectiveArgument(value="uni", origin="fixed: one worker lives in the engine's process")
         if config.tensor_parallel_size == 1

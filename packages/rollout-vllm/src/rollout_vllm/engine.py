@@ -56,7 +56,10 @@ class Engine(Protocol):
         """
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; `generate` returns what they have, with the reason `abort`."""
+        """End requests; `generate` returns what they have, with the reason `abort`.
+
+        Those that are not known have ended.
+        """
 
     async def hold(self, in_flight: InFlight) -> None:
         """Let no request move, and clear all caches, until `go_on`.

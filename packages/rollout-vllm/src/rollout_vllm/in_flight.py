@@ -12,6 +12,9 @@ wait     are waited for; requests that have no place     one, unless the engine 
          yet stay in the queue                           request's place away in the middle
 =======  =============================================  ========================================
 
+Requests of the sampler's server are kept where it says "abort": vLLM's own code answers them, and
+would hand a cut answer to the client.
+
 In every mode all caches are cleared, and tokens keep the logprobs of the weights that drew them.
 """
 
@@ -86,6 +89,7 @@ class ResumingEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._drawings: dict[str, _Drawing] = {}
+        self._ending = False  # an update is about to end what runs
         self._asleep: set[Part] = set()
         self._going = asyncio.Event()
         self._going.set()
@@ -145,7 +149,7 @@ class ResumingEngine:
         part = request_id
         try:
             while True:
-                drawing.running.add(part)
+                self._begin(drawing, part)
                 interrupted = False
                 deltas = self._engine.stream(
                     part,
@@ -183,7 +187,9 @@ class ResumingEngine:
         parts: list[str] = []
         for request_id in request_ids:
             drawing = self._drawings.get(request_id)
-            if drawing is not None:
+            if drawing is None:  # a request of the server, or one that has ended
+                parts.append(request_id)
+            else:
                 drawing.ended.set()
                 parts += drawing.running
         await self._engine.abort(parts)
@@ -194,7 +200,11 @@ class ResumingEngine:
         if in_flight == "abort":
             for drawing in self._drawings.values():
                 drawing.interrupted |= drawing.running
-        await self._engine.hold(in_flight)
+        self._ending = in_flight == "abort"
+        try:
+            await self._engine.hold(in_flight)
+        finally:
+            self._ending = False
 
     async def update_weights(
         self, instructions: Mapping[str, object], *, version: PolicyVersion
@@ -237,11 +247,16 @@ class ResumingEngine:
             drawing.ended.set()
         self._engine.shutdown()
 
+    def _begin(self, drawing: _Drawing, part: str) -> None:
+        drawing.running.add(part)
+        if self._ending:  # it may reach the engine before that holds
+            drawing.interrupted.add(part)
+
     async def _part(
         self, drawing: _Drawing, part: str, request: _Request, num_samples: int
     ) -> tuple[list[Completion], bool]:
         """Completions as far as they got, and whether an update has ended some of them."""
-        drawing.running.add(part)
+        self._begin(drawing, part)
         try:
             drawn = await self._engine.generate(
                 part,

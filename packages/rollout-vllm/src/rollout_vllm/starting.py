@@ -1,0 +1,87 @@
+"""What happens between a config and a sampler that runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_contracts.rollout import PolicyVersion
+from rollout_vllm.admission import Admission
+from rollout_vllm.config import VllmConfig
+from rollout_vllm.environment import applied_environment, check_engine_environment
+from rollout_vllm.headers import TensorHeader, read_model_headers
+from rollout_vllm.readback import check_settings
+from rollout_vllm.versions import installed_version
+
+if TYPE_CHECKING:  # both import vLLM, or what comes with it
+    from rollout_vllm.server import Server
+    from rollout_vllm.vllm_engine import VllmEngine
+
+
+def model_tensors(config: VllmConfig) -> Mapping[str, TensorHeader]:
+    """Names and shapes of the model's weights; none if they are random and no file lists them."""
+    folder = Path(config.model)
+    if config.load_format == "dummy" and not any(folder.glob("*.safetensors")):
+        return {}
+    return read_model_headers(folder)
+
+
+def bound_server(config: VllmConfig) -> "Server | None":
+    """The server, with its key read and its port taken; None if there shall be none.
+
+    Raises:
+        ValueError: if its key is not there.
+        StartError: if its port is taken.
+    """
+    if config.server is None:
+        return None
+    from rollout_vllm.server import Server  # noqa: PLC0415  (imports what comes with vLLM)
+
+    return Server.bound(config.server)
+
+
+async def started_engine(config: VllmConfig, *, policy_version: PolicyVersion) -> "VllmEngine":
+    """vLLM, running what was configured.
+
+    Raises:
+        ValueError: if the environment contradicts the config, or vLLM does not know the server's
+            parser of tool calls.
+        StartError: if vLLM does not start, or runs something else than was configured.
+    """
+    arguments = config.effective_engine_args()
+    with applied_environment(config):
+        from rollout_vllm.vllm_engine import VllmEngine  # noqa: PLC0415  (imports vLLM)
+
+        if config.server is not None:
+            VllmEngine.check_tool_parser(config.server.tool_call_parser)
+        engine = VllmEngine.start(
+            {name: argument.value for name, argument in arguments.items()},
+            device=config.device,
+        )
+    try:
+        await engine.prepare_weight_updates()
+        await engine.set_version(policy_version)
+        if config.data_parallel_size > 1:
+            await engine.spread_seeds()
+        check_settings(arguments, await engine.settings())
+        check_engine_environment(config, await engine.environment())
+    except BaseException:
+        engine.shutdown()
+        raise
+    return engine
+
+
+async def serve(
+    server: "Server", engine: "VllmEngine", admission: Admission, *, config: VllmConfig
+) -> None:
+    """Let the server answer from the engine.
+
+    Raises:
+        ValueError: if the model's tokenizer ends completions elsewhere than the model.
+    """
+    from rollout_vllm.served_app import served_app  # noqa: PLC0415  (imports vLLM)
+
+    settings, version = config.server, installed_version()
+    assert settings is not None  # noqa: S101  (the server was made from it)
+    assert version is not None  # noqa: S101  (the engine runs)
+    app = await served_app(engine, admission, settings, version=version)
+    await server.start(app, admission)
