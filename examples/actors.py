@@ -1,20 +1,20 @@
-"""The two Ray actors of an example: a trainer rank and a sampler. Wiring, no algorithm."""
+"""The Ray actors of an example: trainer ranks and samplers. Wiring, no algorithm."""
 
 import asyncio
 import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, final
+from typing import Literal, Protocol, cast, final
 
 from torch import Tensor
 
-from async_policy import Actor
+from async_policy import Actor, ActorMethodError, Cluster
 from device_env import snapshot
-from rl_contracts import Completion, PolicyVersion, SamplingParams
+from rl_contracts import PolicyVersion, Sampler
 from rl_contracts.train import (
     Checkpointable,
     LossFn,
@@ -23,7 +23,11 @@ from rl_contracts.train import (
     StepResult,
     TrainEngine,
 )
-from rollout_vllm import PublishedWeights, VllmConfig, VllmSampler, publish_weights
+from rollout_vllm import PublishedWeights, VllmConfig, publish_weights
+from rollout_vllm.remote_replica import RemoteReplica
+from rollout_vllm.replica import ReplicaSetConfig, replica_config
+from rollout_vllm.replicas import ReplicaSet
+from rollout_vllm.sampler_host import SamplerHost
 
 
 class Engine(TrainEngine, Checkpointable, PretrainedExporter, Protocol):
@@ -188,38 +192,65 @@ class Trainer:
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
 
+class Samplers(Sampler, Protocol):
+    """What a loop needs of one sampler or several: a `ReplicaSet` fits."""
+
+    async def load_published(self, published: PublishedWeights) -> None:
+        """Take new weights; after it no token is drawn from older ones."""
+
+
 @final
-class SamplerActor:
-    """A vLLM sampler in an asynchronous Ray actor: many requests at once."""
+class ActorRemote:
+    """A sampler's process, as rollout-vllm reaches it; see `rollout_vllm.remote_replica`."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        self._config = config
-        self._sampler: VllmSampler | None = None
+    def __init__(self, actor: Actor[SamplerHost]) -> None:
+        self._actor = actor
 
-    async def start(self, version: PolicyVersion) -> None:
-        """Start vLLM with the weights of the model folder, under this version."""
-        self._sampler = await VllmSampler.start(self._config, policy_version=version)
+    def submit(self, method: str, *args: object, **kwargs: object) -> Awaitable[object]:
+        """Call a method of the host."""
+        called: Callable[..., Awaitable[object]] = getattr(SamplerHost, method)
+        return asyncio.ensure_future(self._actor.call(called, *args, **kwargs))
 
-    def _running(self) -> VllmSampler:
-        if self._sampler is None:
-            raise RuntimeError("expected a started sampler; call start first")
-        return self._sampler
+    def cancel(self, call: Awaitable[object]) -> None:
+        """Cancel such a call, over there too."""
+        cast("asyncio.Future[object]", call).cancel()
 
-    async def sample(
-        self, prompt_ids: tuple[int, ...], num_samples: int, params: SamplingParams
-    ) -> list[Completion]:
-        """See `rl_contracts.Sampler.sample`."""
-        return await self._running().sample(prompt_ids, num_samples=num_samples, params=params)
+    def raised(self, error: Exception) -> Exception | None:
+        """What the method itself raised, if it did."""
+        cause = getattr(error.__cause__, "cause", None)  # of ray's error, behind the actor's
+        return (
+            cause if isinstance(error, ActorMethodError) and isinstance(cause, Exception) else None
+        )
 
-    async def load(self, published: PublishedWeights) -> None:
-        """Take published weights; running requests go on with them."""
-        await self._running().load_published(published)
+    def end(self) -> None:
+        """End the process."""
+        self._actor.stop()
 
-    async def environment(self) -> dict[str, str]:
-        """The variables that this process sees, for the run folder."""
-        return snapshot(os.environ)
 
-    async def close(self) -> None:
-        """End vLLM and its processes."""
-        if self._sampler is not None:
-            await self._sampler.close()
+async def start_samplers(
+    cluster: Cluster, config: VllmConfig, *, count: int
+) -> tuple[ReplicaSet, list[Actor[SamplerHost]]]:
+    """Samplers with the weights of the model folder, each in a process of its own.
+
+    One that dies is replaced by another of the same name, which takes the newest weights before it
+    serves; its requests are drawn again by those that are left.
+    """
+    actors: dict[int, Actor[SamplerHost]] = {}
+
+    async def start(number: int) -> RemoteReplica:
+        name = "sampler" if count == 1 else f"sampler {number}"
+        if number in actors:
+            actors[number].stop()
+        actor = cluster.actor(name).start(
+            SamplerHost, replica_config(config, number), policy_version=PolicyVersion(0)
+        )
+        actors[number] = actor
+        return await RemoteReplica.start(ActorRemote(actor), name=name)
+
+    samplers = await ReplicaSet.start(
+        start,
+        ReplicaSetConfig(num_replicas=count),
+        policy_version=PolicyVersion(0),
+        dtype=config.dtype,
+    )
+    return samplers, [actors[number] for number in range(count)]

@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,14 @@ from typing import Literal, cast
 
 import attrs
 import transformers
-from actors import MakeEngine, MakeReference, SamplerActor, Trainer, TrainerRank
+from actors import (
+    MakeEngine,
+    MakeReference,
+    Samplers,
+    Trainer,
+    TrainerRank,
+    start_samplers,
+)
 from grpo import Group, LoopConfig, Run, Task, sample_group, sampling_seed
 from rich.console import Console
 from run_folder import RunFolder
@@ -35,9 +43,9 @@ from async_policy import (
     wait_ready,
     write_json,
 )
-from device_env import Device, worker_environment
+from device_env import Device, snapshot, worker_environment
 from parallel_state import ParallelState
-from rl_contracts import PolicyVersion, SamplingParams
+from rl_contracts import SamplingParams
 from rl_metrics import (
     CompletionPair,
     MetricsWriter,
@@ -54,6 +62,8 @@ from rl_metrics import (
 )
 from rl_tasks import EncodedProblem, Problem, Reward, encode_problems
 from rollout_vllm import VllmConfig
+from rollout_vllm.replicas import ReplicaSet
+from rollout_vllm.sampler_host import SamplerHost
 
 READY_TIMEOUT_S = 600.0
 """How long an actor may take to be ready: far above the 20 to 60 s seen on two busy cores."""
@@ -136,7 +146,10 @@ class Job:
     """The engine's configuration, for the record; none where that of the run holds it."""
 
     sampler: VllmConfig
-    """The sampler's configuration."""
+    """The configuration of each sampler."""
+
+    num_samplers: int = 1
+    """Samplers that share the requests."""
 
     prepare_model: Callable[[], Path]
     """Makes sure that the model to begin with is there; returns its folder."""
@@ -250,7 +263,7 @@ def conduct(
     }
     weights = Path(tempfile.mkdtemp(prefix="rl-weights-", dir=shared_memory()))
     with local_cluster(
-        num_cpus=job.parallel.world_size + 1,
+        num_cpus=job.parallel.world_size + job.num_samplers,
         environment=environment,
         keep_logs_in=folder.path / "logs",
         scratch=weights,
@@ -297,19 +310,18 @@ class Conductor:
         with interruptible() as stop:
             scheduler = scheduler_of(self.loop, self.folder)
             trainer = start_trainer(cluster, self.job, weights)
-            sampler = cluster.actor("sampler").start(SamplerActor, self.job.sampler)
             with self.console.status("starting vLLM, Ray and the engine ..."):
-                await asyncio.gather(
+                (samplers, hosts), _ = await asyncio.gather(
+                    start_samplers(cluster, self.job.sampler, count=self.job.num_samplers),
                     wait_ready(trainer.ranks, timeout_s=READY_TIMEOUT_S),
-                    sampler.call(SamplerActor.start, PolicyVersion(0)),
                 )
-            await self.record_environments(trainer, sampler)
+            await self.record_environments(trainer, hosts)
             if self.checkpoint is not None:
                 await trainer.load_checkpoint(self.checkpoint.path / "engine")
             try:
-                await self.loop_with_display(scheduler, trainer, sampler, stop)
+                await self.loop_with_display(scheduler, trainer, samplers, stop)
             finally:
-                await sampler.call(SamplerActor.close)
+                await samplers.close()
             if not scheduler.finished:
                 return False
             await self.save_model(trainer)
@@ -329,15 +341,17 @@ class Conductor:
         new.rename(model)
         shutil.rmtree(previous, ignore_errors=True)
 
-    async def record_environments(self, trainer: Trainer, sampler: Actor[SamplerActor]) -> None:
+    async def record_environments(
+        self, trainer: Trainer, hosts: Sequence[Actor[SamplerHost]]
+    ) -> None:
         """Write down what each worker process really sees."""
-        seen = {"sampler": await sampler.call(SamplerActor.environment)}
+        seen = {host.name: snapshot(await host.call(SamplerHost.environment)) for host in hosts}
         for index, rank in enumerate(trainer.ranks):
             seen[f"trainer rank {index}"] = await rank.call(TrainerRank.environment)
         (self.folder.path / "environments.json").write_text(json.dumps(seen, indent=1))
 
     async def loop_with_display(
-        self, scheduler: Scheduler, trainer: Trainer, sampler: Actor[SamplerActor], stop: "Stop"
+        self, scheduler: Scheduler, trainer: Trainer, sampler: ReplicaSet, stop: "Stop"
     ) -> None:
         """The loop, with its display, metrics, evaluations and checkpoints."""
         done = int(scheduler.trained_version)
@@ -345,6 +359,7 @@ class Conductor:
         answers = self.folder.path / "completions.json"
         evaluate = functools.partial(self.evaluate, sampler)
         earlier = time_so_far(metrics_path, done)
+        lost: Counter[int] = Counter()
         begin = self.begin
         with (
             open_metrics(metrics_path, done) as writer,
@@ -360,6 +375,10 @@ class Conductor:
                 display.update(step, metrics)
 
             async def finish_step(step: int, metrics: dict[str, float]) -> bool:
+                for reason in sampler.losses[lost.total() :]:
+                    display.say(f"a sampler is replaced, its requests are drawn again: {reason}")
+                    lost[step] += 1
+                metrics["workers/restarted/count"] = float(lost[step])
                 metrics["time/elapsed/seconds"] = earlier + time.monotonic() - begin
                 await record(step, metrics)
                 last = step == self.loop.num_steps
@@ -402,7 +421,7 @@ class Conductor:
             records=read_metrics(path),
         )
 
-    async def evaluate(self, sampler: Actor[SamplerActor]) -> dict[str, float]:
+    async def evaluate(self, sampler: Samplers) -> dict[str, float]:
         """Mean reward on the held-out problems, sampled as in training."""
         begin = time.monotonic()
         groups = await self.answer(
@@ -421,7 +440,7 @@ class Conductor:
             "time/evaluate/seconds": time.monotonic() - begin,
         }
 
-    async def greedy_answers(self, sampler: Actor[SamplerActor]) -> list[CompletionPair]:
+    async def greedy_answers(self, sampler: Samplers) -> list[CompletionPair]:
         """The likeliest answers to a few held-out problems, as the `before` of pairs."""
         groups = await self.answer(
             sampler, self.task.heldout[:NUM_SHOWN], num_samples=1, temperature=0.0
@@ -440,7 +459,7 @@ class Conductor:
 
     async def answer(
         self,
-        sampler: Actor[SamplerActor],
+        sampler: Samplers,
         problems: Sequence[EncodedProblem],
         *,
         num_samples: int,

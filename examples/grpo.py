@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import attrs
 import torch
-from actors import Dtype, SamplerActor, Trainer, TrainResult
+from actors import Dtype, Samplers, Trainer, TrainResult
 from jaxtyping import Float
 from torch import Tensor
 
@@ -40,7 +40,6 @@ from algos_gspo_dapo_grpo import (
     soft_overlong_penalty,
 )
 from async_policy import (
-    Actor,
     Batch,
     ConsumptionOrder,
     Refill,
@@ -270,7 +269,7 @@ def sampling_seed(purpose: str, seed: int, name: str) -> int:
 
 async def sample_group(
     task: Task,
-    sampler: Actor[SamplerActor],
+    sampler: Samplers,
     problem: EncodedProblem,
     params: SamplingParams,
     *,
@@ -278,7 +277,7 @@ async def sample_group(
     group_id: str,
 ) -> Group:
     """Sample completions of one problem and reward them."""
-    completions = await sampler.call(SamplerActor.sample, problem.prompt_ids, num_samples, params)
+    completions = await sampler.sample(problem.prompt_ids, num_samples=num_samples, params=params)
     texts = [decode_completion(task.tokenizer, c.token_ids) for c in completions]
 
     def graded() -> list[RewardResult]:
@@ -336,7 +335,7 @@ class Run:
     trainer: Trainer
     """The policy, at the scheduler's version."""
 
-    sampler: Actor[SamplerActor]
+    sampler: Samplers
     """Has weights of any version."""
 
     dtype: Dtype
@@ -376,7 +375,7 @@ class Run:
 
         async def publish(_: PolicyVersion) -> None:
             begin = time.monotonic()
-            await self.sampler.call(SamplerActor.load, await self.trainer.publish(self.dtype))
+            await self.sampler.load_published(await self.trainer.publish(self.dtype))
             self.published_s = time.monotonic() - begin
 
         def oldest_version(group: Group) -> PolicyVersion:

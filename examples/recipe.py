@@ -108,6 +108,10 @@ class Recipe:
     sampler: VllmConfig
     """What samples."""
 
+    num_samplers: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    """Samplers of this kind, each in a process and on devices of its own, that share the requests.
+    One that dies is replaced, and the others draw its requests again. Default: one."""
+
     run: RunSettings = attrs.field(factory=RunSettings)
     """The run folder and the machine."""
 
@@ -158,6 +162,7 @@ def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:
         loop=loop,
         engine_config=None,
         sampler=recipe.sampler,
+        num_samplers=recipe.num_samplers,
         prepare_model=functools.partial(prepare_model, Path(engine.model_path)),
         problems=recipe.data.problems,
         needs=needed_files(recipe),
@@ -179,6 +184,7 @@ def plan_of(recipe: Recipe, device: str) -> list[str]:
         sampler=recipe.sampler,
         model=read_model(str(recipe.engine.model_path)),
         device=find_device(device),
+        sampler_replicas=recipe.num_samplers,
         colocated=shares_devices,
         overlapped=not shares_devices and loop.max_staleness > 0,
         micro_batch_tokens=loop.max_tokens_per_micro_batch,

@@ -76,6 +76,7 @@ def full() -> Recipe:
             max_num_batched_tokens=8192,
             enable_chunked_prefill=True,
         ),
+        num_samplers=8,
         run=RunSettings(checkpoint_every=100),  # save_freq 50 rounds
     )
 

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -18,7 +18,7 @@ from algos_gspo_dapo_grpo import (
     GspoLoss,
     KlPenalty,
 )
-from async_policy import Actor, RefillError, Scheduler
+from async_policy import RefillError, Scheduler
 from rl_contracts import Completion, PolicyVersion, SamplingParams
 from rl_contracts.train import PackedBatch, StepResult
 from rl_tasks import (
@@ -31,7 +31,7 @@ from rl_tasks import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from actors import SamplerActor, Trainer, TrainResult
+from actors import Samplers, Trainer, TrainResult
 from grpo import LoopConfig, Run, Task, sampling_seed, train
 
 NUM_PROBLEMS = 5
@@ -58,14 +58,12 @@ class FakeSampler:
     version: int = 0
     uniform: frozenset[int] = frozenset()
 
-    async def call(self, method: Callable[..., object], *arguments: object) -> object:
-        if method is SamplerActor.load:
-            self.version = cast("int", arguments[0])
-            return None
-        assert method is SamplerActor.sample
-        prompt_ids, num_samples, params = cast(
-            "tuple[tuple[int, ...], int, SamplingParams]", arguments
-        )
+    async def load_published(self, published: object) -> None:
+        self.version = cast("int", published)
+
+    async def sample(
+        self, prompt_ids: tuple[int, ...], *, num_samples: int, params: SamplingParams
+    ) -> list[Completion]:
         self.asked.append((prompt_ids, num_samples, params, self.version))
         return [
             Completion(
@@ -148,7 +146,7 @@ def run(
                 ),
                 scheduler=Scheduler(config.schedule()),
                 trainer=cast("Trainer", trainer),
-                sampler=cast("Actor[SamplerActor]", sampler),
+                sampler=cast("Samplers", sampler),
                 dtype="float32",
                 evaluate=evaluate,
                 finish_step=finish_step,

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from async_policy import Actor, Batch, Scheduler, Ticket
+from async_policy import Batch, Scheduler, Ticket
 from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
 from parallel_state.process_group import init_process_group
 from rl_contracts import Completion, FinishReason, PolicyVersion, SamplingParams
@@ -23,7 +23,7 @@ from rl_tasks import EncodedProblem, ExactMatch, PromptOrder, RewardResult, enco
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from actors import SamplerActor, Trainer, TrainResult
+from actors import Samplers, Trainer, TrainResult
 from grpo import Group, LoopConfig, Run, Task, loss_fn, rows_of, sample_group, sampling_seed, train
 from tiny_models import character_tokenizer, sorting_problems, untrained
 
@@ -60,18 +60,14 @@ class PlainSampler:
     def __post_init__(self) -> None:
         self.model = cast("Any", untrained("qwen3", self.tokenizer)).eval()
 
-    async def call(self, method: Callable[..., object], *arguments: object) -> object:
-        if method is SamplerActor.load:
-            version, weights = cast("tuple[int, Mapping[str, Tensor]]", arguments[0])
-            self.model.load_state_dict(weights)
-            self.version = version
-            return None
-        assert method is SamplerActor.sample
-        return await self.sample(*cast("tuple[tuple[int, ...], int, SamplingParams]", arguments))
+    async def load_published(self, published: object) -> None:
+        version, weights = cast("tuple[int, Mapping[str, Tensor]]", published)
+        self.model.load_state_dict(weights)
+        self.version = version
 
     @torch.no_grad()
     async def sample(
-        self, prompt: tuple[int, ...], num_samples: int, params: SamplingParams
+        self, prompt: tuple[int, ...], *, num_samples: int, params: SamplingParams
     ) -> list[Completion]:
         assert params.seed is not None
         generator = torch.Generator().manual_seed(params.seed)
@@ -166,7 +162,7 @@ async def by_the_loop(model: Path, config: LoopConfig) -> Mapping[str, Tensor]:
             task=task,
             scheduler=Scheduler(config.schedule()),
             trainer=cast("Trainer", trainer),
-            sampler=cast("Actor[SamplerActor]", PlainSampler(character_tokenizer())),
+            sampler=cast("Samplers", PlainSampler(character_tokenizer())),
             dtype="float32",
             evaluate=nothing,
             finish_step=go_on,
@@ -181,7 +177,7 @@ async def by_hand(model: Path) -> Mapping[str, Tensor]:
     trainer, sampler = EngineTrainer(engine), PlainSampler(character_tokenizer())
     draws = PromptOrder(num_problems=len(task.train), seed=CONFIG.seed).take(NUM_STEPS * 3)
     for step in range(NUM_STEPS):
-        await sampler.call(SamplerActor.load, await trainer.publish("float32"))
+        await sampler.load_published(await trainer.publish("float32"))
         groups: list[Group] = []
         for index in range(step * 3, step * 3 + 3):
             problem: EncodedProblem = task.train[draws[index].problem]
@@ -193,7 +189,7 @@ async def by_hand(model: Path) -> Mapping[str, Tensor]:
             groups.append(
                 await sample_group(
                     task,
-                    cast("Actor[SamplerActor]", sampler),
+                    cast("Samplers", sampler),
                     problem,
                     params,
                     num_samples=8,

@@ -1,0 +1,103 @@
+"""A run with two samplers outlives the death of either, with real Ray and real vLLM."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_metrics import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RECIPE = EXAMPLES / "grpo_trainer" / "run_qwen3_1_7b_fsdp.py"
+NUM_STEPS = 40
+DEADLINE_S = 600.0
+
+pytestmark = pytest.mark.slow
+
+
+def below(process: psutil.Process) -> Iterator[psutil.Process]:
+    """Everything that runs below a process."""
+    with_names = process.children(recursive=True)
+    yield from (child for child in with_names if child.is_running())
+
+
+def named(name: str) -> Callable[[psutil.Process], list[psutil.Process]]:
+    """Those of the processes below whose title begins so."""
+
+    def find(process: psutil.Process) -> list[psutil.Process]:
+        found = []
+        for child in below(process):
+            try:
+                title = " ".join(child.cmdline())
+            except psutil.NoSuchProcess:
+                continue
+            if title.startswith(name):
+                found.append(child)
+        return found
+
+    return find
+
+
+def wait_for(condition: Callable[[], bool], run: "subprocess.Popen[str]", what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert run.poll() is None, f"the run ended before {what}: {run.communicate()[0]}"
+        assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S} s"
+        time.sleep(0.05)
+
+
+def steps_in(folder: Path) -> int:
+    files = list(folder.glob("*/metrics.jsonl"))
+    return files[0].read_text(encoding="utf-8").count("\n") if files else 0
+
+
+def test_samplers_die_and_no_prompt_is_lost(tmp_path: Path) -> None:
+    """The process of a sampler and the engine of another are killed; the run ends as it should.
+
+    Every step is there once, with all of its groups, in the order of the data; versions rise; the
+    terminal says who died; a sampler that came back had the newest weights, or its logprobs would
+    be nats away from the trainer's.
+    """
+    command = [
+        *(sys.executable, str(RECIPE), "--size", "tiny", "--sync", f"run.folder={tmp_path}"),
+        *("num_samplers=2", f"loop.num_steps={NUM_STEPS}", "loop.evaluate_every=20"),
+        *("run.checkpoint_every=40",),
+    ]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES)},
+    ) as run:
+        try:
+            me = psutil.Process(run.pid)
+            wait_for(lambda: steps_in(tmp_path) >= 4, run, "step 3")
+            hosts = named("ray::SamplerHost")(me)
+            assert len(hosts) == 2
+            hosts[0].send_signal(signal.SIGKILL)
+            before = steps_in(tmp_path)
+            wait_for(lambda: steps_in(tmp_path) >= before + 3, run, "steps of the one that is left")
+            wait_for(lambda: len(named("ray::SamplerHost")(me)) == 2, run, "another sampler")
+            engines = named("VLLM::EngineCore")(me)
+            engines[0].send_signal(signal.SIGKILL)
+            output, _ = run.communicate(timeout=DEADLINE_S)
+        finally:
+            run.kill()
+    assert run.returncode == 0, output
+    (folder,) = tmp_path.iterdir()
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record.step for record in records] == list(range(NUM_STEPS + 1))
+    for record in records[1:]:
+        assert record.values["batch/sampled/sequences"] == 16 * 8
+        assert record.values["policy/version/value"] == record.step
+        assert record.values["staleness/trajectory/max"] == 0
+        assert record.values["mismatch/logprob/mean"] < 1e-4
+    assert output.count("a sampler is replaced, its requests are drawn again") >= 2
+    assert sum(record.values["workers/restarted/count"] for record in records[1:]) >= 2
