@@ -5,14 +5,14 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast, final
+from typing import Literal, Protocol, TypeVar, cast, final
 
 from torch import Tensor
 
-from async_policy import Actor, ActorMethodError, Cluster
+from async_policy import Actor, ActorLostError, ActorMethodError, Cluster
 from device_env import snapshot
 from rl_contracts import PolicyVersion, Sampler
 from rl_contracts.train import (
@@ -44,6 +44,11 @@ class Scorer(Protocol):
     def logprobs(self, micro_batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Log-probabilities of the given tokens, one tensor per micro-batch."""
 
+
+R = TypeVar("R")
+
+LAST_WORDS_S = 10.0
+"""How long ranks have to say what happened to them, once one has failed."""
 
 MakeEngine = Callable[[int, int, str], Engine]
 """(rank, number of ranks, where they meet) to an engine; runs in the rank's own process."""
@@ -124,6 +129,39 @@ class TrainerRank:
         self._engine.save_pretrained(folder)
 
 
+async def together(calls: Iterable[Coroutine[object, object, R]]) -> list[R]:
+    """What all ranks answer.
+
+    When one dies the others fail in the middle of a collective, and any of them may be heard
+    first: a little later it is known who is gone, and that is what is raised.
+
+    Raises:
+        ActorLostError: names all ranks that are gone.
+        Exception: the first error, if none is gone.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if errors_of(tasks):
+            await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+        errors = errors_of(tasks)
+        lost = [error for error in errors if isinstance(error, ActorLostError)]
+        if lost:
+            raise ActorLostError("; ".join(map(str, lost))) from lost[0]
+        if errors:
+            raise errors[0]
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()  # those that are not done
+
+
+def errors_of(tasks: Iterable["asyncio.Future[R]"]) -> list[BaseException]:
+    """What those raised that are done."""
+    done = [task for task in tasks if task.done() and not task.cancelled()]
+    return [error for task in done if (error := task.exception()) is not None]
+
+
 @final
 class Trainer:
     """All ranks of the trainer, called together."""
@@ -144,11 +182,9 @@ class Trainer:
         self, shares: Sequence[list[PackedBatch]], loss_fn: LossFn[PackedBatch]
     ) -> TrainResult:
         """One optimizer step; see `num_shares`."""
-        results = await asyncio.gather(
-            *(
-                rank.call(TrainerRank.train, shares[index // self.ulysses_size], loss_fn)
-                for index, rank in enumerate(self.ranks)
-            )
+        results = await together(
+            rank.call(TrainerRank.train, shares[index // self.ulysses_size], loss_fn)
+            for index, rank in enumerate(self.ranks)
         )
         return results[0]
 
@@ -156,18 +192,16 @@ class Trainer:
         self, shares: Sequence[list[PackedBatch]]
     ) -> list[list[PackedBatch]]:
         """The same shares with the logprobs of the model that the run began with."""
-        scored = await asyncio.gather(
-            *(
-                rank.call(TrainerRank.with_ref_logprobs, shares[index // self.ulysses_size])
-                for index, rank in enumerate(self.ranks)
-            )
+        scored = await together(
+            rank.call(TrainerRank.with_ref_logprobs, shares[index // self.ulysses_size])
+            for index, rank in enumerate(self.ranks)
         )
         return scored[:: self.ulysses_size]
 
     async def publish(self, dtype: Dtype) -> PublishedWeights:
         """Put the present weights where a sampler finds them."""
-        results = await asyncio.gather(
-            *(rank.call(TrainerRank.publish, self._weights_folder, dtype) for rank in self.ranks)
+        results = await together(
+            rank.call(TrainerRank.publish, self._weights_folder, dtype) for rank in self.ranks
         )
         (published,) = (result for result in results if result is not None)
         return published
@@ -185,7 +219,7 @@ class Trainer:
         await self._all(TrainerRank.save_pretrained, folder)
 
     async def _all(self, method: Callable[[TrainerRank, Path], None], folder: Path) -> None:
-        await asyncio.gather(*(rank.call(method, folder) for rank in self.ranks))
+        await together(rank.call(method, folder) for rank in self.ranks)
 
     def clean(self) -> None:
         """Remove weights that no sampler took."""

@@ -82,6 +82,10 @@ class RunSettings:
     checkpoint_every: int = attrs.field(default=15, validator=attrs.validators.ge(1))
     """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C."""
 
+    max_restarts: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    """How often a run that loses a process of the trainer begins again at its last checkpoint by
+    itself. Default: never; it ends with the process's name, and ``--resume`` goes on."""
+
     keep_best: bool = False
     """Keep the checkpoint with the best held-out reward beside the newest. Those written after a
     step that was evaluated count. Default: no, as it doubles what a run leaves on the disk."""
@@ -253,7 +257,7 @@ def conduct(
     console: Console,
 ) -> bool:
     """Run or go on with a job; False if Ctrl-C ended it before its last step."""
-    console.print(f"run folder  {folder.path}", highlight=False, markup=False)
+    console.print(f"run folder  {folder.path}", highlight=False, markup=False, soft_wrap=True)
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // job.parallel.world_size)
     environment = {

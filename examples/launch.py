@@ -6,6 +6,7 @@ would run.
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import time
@@ -16,11 +17,11 @@ from typing import Protocol, TypeVar, cast
 
 import attrs
 from conduct import Job, RunSettings, conduct, identity, prepare, scheduler_of
-from grpo import LoopConfig
+from grpo import LoopConfig, Task
 from rich.console import Console
 from run_folder import RunFolder
 
-from async_policy import AsyncPolicyError
+from async_policy import ActorLostError, AsyncPolicyError
 from device_env import Device, Report, detect_device, examine
 from parallel_state.picture import layout_picture
 from rl_contracts import ConfigError, effective_toml, load_config, settings_help
@@ -162,6 +163,7 @@ def make_plan(
     )
     job = make_job(loaded.value)
     loaded.value.loop.check_lengths(job.sampler.max_model_len)
+    check_keep_best(loaded.value.run, loaded.value.loop)
     if folder is not None:
         scheduler_of(loaded.value.loop, folder)
     return Plan(
@@ -172,6 +174,21 @@ def make_plan(
         effective=effective_toml(loaded, derived=derived(job, machine)),
         changed=folder is None or bool(arguments.overrides),
     )
+
+
+def check_keep_best(run: RunSettings, loop: LoopConfig) -> None:
+    """Refuse to keep the best checkpoint where only the last one has a held-out reward.
+
+    Raises:
+        ValueError: with both intervals.
+    """
+    if run.keep_best and math.lcm(run.checkpoint_every, loop.evaluate_every) >= loop.num_steps:
+        raise ValueError(
+            f"run.keep_best = True, but no step before the last of {loop.num_steps} is both "
+            f"evaluated (loop.evaluate_every = {loop.evaluate_every}) and kept "
+            f"(run.checkpoint_every = {run.checkpoint_every}); give the two a common multiple "
+            f"below {loop.num_steps}, or leave keep_best out"
+        )
 
 
 def execute(plan: Plan, device: Device) -> int:
@@ -189,9 +206,7 @@ def execute(plan: Plan, device: Device) -> int:
             print(error, file=sys.stderr)
             return 2
         try:
-            finished = conduct(
-                plan.job, plan.loop, plan.run, folder, task=task, device=device, console=console
-            )
+            finished = conduct_again(plan, folder, task=task, device=device, console=console)
         except (AsyncPolicyError, RolloutError, OSError) as error:
             logs = folder.path / "logs"
             print(f"\n{error}\nlogs of all processes: {logs}", file=sys.stderr)
@@ -202,6 +217,30 @@ def execute(plan: Plan, device: Device) -> int:
         if not finished:
             print(f"stopped; {folder.how_to_resume()}")
         return 0 if finished else 130
+
+
+def conduct_again(
+    plan: Plan, folder: RunFolder, *, task: Task, device: Device, console: Console
+) -> bool:
+    """Run the job, and again from its last checkpoint when a process is lost; see `conduct`."""
+    restarts = 0
+    while True:
+        try:
+            return conduct(
+                plan.job, plan.loop, plan.run, folder, task=task, device=device, console=console
+            )
+        except ActorLostError as error:
+            if restarts == plan.run.max_restarts:
+                raise
+            restarts += 1
+            latest = folder.store.latest()
+            console.print(
+                f"{error}\nbeginning again at step {latest.step if latest else 0} "
+                f"(restart {restarts} of {plan.run.max_restarts})",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def parse(
@@ -232,7 +271,6 @@ def parse(
         parser.add_argument(
             "--size",
             choices=tuple(sizes),
-            default=first,
             help=f"configuration to begin with; default: {first}",
         )
         parser.add_argument(
@@ -252,6 +290,12 @@ def parse(
         "--max-staleness", metavar="K", help="overlap by up to K steps: loop.max_staleness=K"
     )
     arguments = parser.parse_intermixed_args(argv)
+    if sizes:
+        if arguments.resume is not None and arguments.size is not None:
+            parser.error("--resume goes on with the run's own configuration; leave --size out")
+        if arguments.device is not None and not arguments.dry_run:
+            parser.error("--device is for the predictions of --dry-run; add that, or leave it out")
+        arguments.size = arguments.size or first
     says_so_itself = any(o.startswith("loop.max_staleness=") for o in arguments.overrides)
     if says_so_itself and (arguments.sync or arguments.max_staleness is not None):
         parser.error("--sync and --max-staleness set loop.max_staleness; give one of them")

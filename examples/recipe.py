@@ -144,8 +144,45 @@ class Recipe:
                 f"max_prompt_tokens + loop.max_new_tokens = {self.data.max_prompt_tokens} + "
                 f"{self.loop.max_new_tokens} = {needed}; set it to {needed}"
             )
+        problems += self._without_effect()
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _without_effect(self) -> list[str]:
+        """Settings of the parts that the loop or the device leaves without effect."""
+        problems: list[str] = []
+        engine, sampler = self.engine, self.sampler
+        if isinstance(engine, FsdpConfig) and sampler.device == "cpu":
+            if engine.compile_blocks:
+                problems.append("engine.compile_blocks = True is for GPUs; set it to False")
+            if engine.offload != "none":
+                problems.append(
+                    f"engine.offload = {engine.offload!r}: on a CPU weights and optimizer are in "
+                    "the host's memory already; set it to 'none'"
+                )
+        if isinstance(engine, VeomniConfig):
+            if engine.router_replay != "none":
+                problems.append(
+                    f"engine.router_replay = {engine.router_replay!r}: the loop takes the ratio "
+                    "against the sampler's logprobs and asks the engine for none, so there are no "
+                    "routes to replay; leave it at 'none'"
+                )
+            if engine.router_statistics:
+                problems.append(
+                    "engine.router_statistics = True: the loop records none of them; set it to "
+                    "False"
+                )
+        if sampler.load_format != "safetensors":
+            problems.append(
+                f"sampler.load_format = {sampler.load_format!r}: the run is measured before its "
+                "first step, which would be with random weights; set it to 'safetensors'"
+            )
+        if sampler.seed != 0 and sampler.server is None:
+            problems.append(
+                f"sampler.seed = {sampler.seed}: every request has a seed of its own, which "
+                "follows from loop.seed; set that, and leave sampler.seed at 0"
+            )
+        return problems
 
 
 def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:

@@ -114,7 +114,10 @@ async def train(run: Run) -> None:
         await rollouts.publish(run.scheduler.trained_version)
         async for batch in rollouts.batches():  # groups, sampled and rewarded in the background
             rows = rows_of(batch, run.config)  # advantages; groups without a signal are left out
-            result = await run.trainer.train(run.pack(rows), loss_fn(run.config.loss, rows))
+            shares = run.pack(rows)
+            if run.config.has_kl_term:
+                shares = await run.trainer.with_ref_logprobs(shares)
+            result = await run.trainer.train(shares, loss_fn(run.config.loss, rows))
             step = result.step.policy_version
             rollouts.trained(step)
             if run.publishes_at(step):

@@ -1,5 +1,6 @@
-"""A run with two samplers outlives the death of either, with real Ray and real vLLM."""
+"""Processes that are killed in the middle of a run, with real Ray and real vLLM."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_metrics import read_metrics
+from rl_metrics import StepRecord, read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-RECIPE = EXAMPLES / "grpo_trainer" / "run_qwen3_1_7b_fsdp.py"
+ONE_RANK = "grpo_trainer/run_qwen3_1_7b_fsdp.py"
+TWO_RANKS = "gspo_trainer/run_qwen3_32b_fsdp.py"
 NUM_STEPS = 40
 DEADLINE_S = 600.0
 
@@ -57,41 +59,28 @@ def steps_in(folder: Path) -> int:
     return files[0].read_text(encoding="utf-8").count("\n") if files else 0
 
 
-def test_samplers_die_and_no_prompt_is_lost(tmp_path: Path) -> None:
-    """The process of a sampler and the engine of another are killed; the run ends as it should.
-
-    Every step is there once, with all of its groups, in the order of the data; versions rise; the
-    terminal says who died; a sampler that came back had the newest weights, or its logprobs would
-    be nats away from the trainer's.
-    """
-    command = [
-        *(sys.executable, str(RECIPE), "--size", "tiny", "--sync", f"run.folder={tmp_path}"),
-        *("num_samplers=2", f"loop.num_steps={NUM_STEPS}", "loop.evaluate_every=20"),
-        *("run.checkpoint_every=40",),
-    ]
+@contextlib.contextmanager
+def running(recipe: str, folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """A tiny run in turn, and nothing of it afterwards."""
     with subprocess.Popen(
-        command,
+        [
+            *(sys.executable, str(EXAMPLES / recipe), "--size", "tiny", "--sync"),
+            *(f"run.folder={folder}", f"loop.num_steps={NUM_STEPS}", "loop.evaluate_every=20"),
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": str(EXAMPLES)},
     ) as run:
         try:
-            me = psutil.Process(run.pid)
-            wait_for(lambda: steps_in(tmp_path) >= 4, run, "step 3")
-            hosts = named("ray::SamplerHost")(me)
-            assert len(hosts) == 2
-            hosts[0].send_signal(signal.SIGKILL)
-            before = steps_in(tmp_path)
-            wait_for(lambda: steps_in(tmp_path) >= before + 3, run, "steps of the one that is left")
-            wait_for(lambda: len(named("ray::SamplerHost")(me)) == 2, run, "another sampler")
-            engines = named("VLLM::EngineCore")(me)
-            engines[0].send_signal(signal.SIGKILL)
-            output, _ = run.communicate(timeout=DEADLINE_S)
+            yield run
         finally:
             run.kill()
-    assert run.returncode == 0, output
-    (folder,) = tmp_path.iterdir()
+
+
+def check_every_step_once(folder: Path) -> list[StepRecord]:
+    """Each step with all of its groups, in the order of the versions, on the newest weights."""
     records = read_metrics(folder / "metrics.jsonl")
     assert [record.step for record in records] == list(range(NUM_STEPS + 1))
     for record in records[1:]:
@@ -99,5 +88,44 @@ def test_samplers_die_and_no_prompt_is_lost(tmp_path: Path) -> None:
         assert record.values["policy/version/value"] == record.step
         assert record.values["staleness/trajectory/max"] == 0
         assert record.values["mismatch/logprob/mean"] < 1e-4
+    return records
+
+
+def test_samplers_die_and_no_prompt_is_lost(tmp_path: Path) -> None:
+    """The process of a sampler and the engine of another are killed; the run ends as it should.
+
+    The terminal says who died. A sampler that came back had the newest weights, or its logprobs
+    would be nats away from the trainer's.
+    """
+    with running(ONE_RANK, tmp_path, "num_samplers=2", "run.checkpoint_every=40") as run:
+        me = psutil.Process(run.pid)
+        wait_for(lambda: steps_in(tmp_path) >= 4, run, "step 3")
+        hosts = named("ray::SamplerHost")(me)
+        assert len(hosts) == 2
+        hosts[0].send_signal(signal.SIGKILL)
+        before = steps_in(tmp_path)
+        wait_for(lambda: steps_in(tmp_path) >= before + 3, run, "steps of the one that is left")
+        wait_for(lambda: len(named("ray::SamplerHost")(me)) == 2, run, "another sampler")
+        named("VLLM::EngineCore")(me)[0].send_signal(signal.SIGKILL)
+        output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == 0, output
+    (folder,) = tmp_path.iterdir()
+    records = check_every_step_once(folder)
     assert output.count("a sampler is replaced, its requests are drawn again") >= 2
     assert sum(record.values["workers/restarted/count"] for record in records[1:]) >= 2
+
+
+def test_a_trainer_rank_dies_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """One of two ranks is killed; the run says so, begins again at its checkpoint, and ends."""
+    with running(TWO_RANKS, tmp_path, "run.checkpoint_every=5", "run.max_restarts=1") as run:
+        me = psutil.Process(run.pid)
+        wait_for(lambda: steps_in(tmp_path) >= 8, run, "step 7")
+        ranks = named("ray::TrainerRank")(me)
+        assert len(ranks) == 2
+        ranks[1].send_signal(signal.SIGKILL)
+        output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == 0, output
+    (folder,) = tmp_path.iterdir()
+    check_every_step_once(folder)
+    assert "actor 'trainer rank 1'" in output, output
+    assert "(restart 1 of 1)" in output

@@ -90,8 +90,13 @@ def test_experts_learn_and_sampler_and_trainer_agree(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_that_share_sequences_learn(tmp_path: Path) -> None:
-    """GSPO with Ulysses over two ranks: both get the same rows, and the policy learns."""
-    _, records = finished(RECIPES[2], tmp_path)
+    """GSPO with Ulysses over two ranks: both get the same rows, and the policy learns.
+
+    A KL term takes effect if it is asked for, though the recipe has none.
+    """
+    _, records = finished(RECIPES[2], tmp_path, "loop.loss.kl.coefficient=0.001")
+    assert next(column(records, "kl/ref/mean")) == pytest.approx(0.0, abs=1e-6)
+    assert list(column(records, "kl/ref/mean"))[-1] > 0.0
     assert heldout(records)[-1] > heldout(records)[0] + 0.1
     assert max(column(records, "staleness/trajectory/max")) == 1
 
@@ -184,6 +189,14 @@ def test_a_layout_that_does_not_fit_is_found_on_a_laptop(
         ({"sampler.engine_args.enable_expert_parallel": "true"}, "use VllmConfig.expert_parallel"),
         ({"engine.parallel.extra_parallel_sizes.epp": "8"}, "epp"),
         ({"engine.strategy": "fsdp2"}, "unknown setting"),
+        ({"engine.router_replay": "logprobs"}, "there are no routes to replay"),
+        ({"engine.router_statistics": "true"}, "the loop records none of them"),
+        ({"sampler.load_format": "dummy"}, "which would be with random weights"),
+        ({"sampler.seed": "1"}, "which follows from loop.seed; set that"),
+        (
+            {"run.keep_best": "true", "run.checkpoint_every": "70"},
+            "no step before the last of 200 is both evaluated (loop.evaluate_every = 50)",
+        ),
     ],
 )
 def test_parts_that_do_not_agree_are_refused(
@@ -192,6 +205,40 @@ def test_parts_that_do_not_agree_are_refused(
     """What two configurations must agree on is compared before anything starts."""
     overrides = [f"{name}={value}" for name, value in changes.items()]
     assert run_here(RECIPES[0], "--dry-run", *overrides) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("engine.offload=parameters",), "engine.offload = 'parameters': on a CPU"),
+        (
+            ("engine.compile_blocks=true", "engine.compute_dtype=bfloat16"),
+            "engine.compile_blocks = True is for GPUs",
+        ),
+    ],
+)
+def test_what_the_cpu_leaves_without_effect_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by the engine in its process, half a minute later."""
+    assert run_here(RECIPES[1], "--size", "tiny", "--dry-run", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--resume", "--size", "tiny"), "leave --size out"),
+        (("--size", "tiny", "--device", "h200"), "--device is for the predictions of --dry-run"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run has its configuration, and a run needs no prediction."""
+    with pytest.raises(SystemExit, match="2"):
+        run_here(RECIPES[1], *arguments)
     assert message in capsys.readouterr().err
 
 
