@@ -348,8 +348,12 @@ class Conductor:
     async def record_environments(
         self, trainer: Trainer, hosts: Sequence[Actor[SamplerHost]]
     ) -> None:
-        """Write down what each worker process really sees."""
+        """Write down what each worker process really sees, and say where a server answers."""
         seen = {host.name: snapshot(await host.call(SamplerHost.environment)) for host in hosts}
+        for host in hosts:
+            if url := await host.call(SamplerHost.server_url):
+                line = f"{host.name} answers OpenAI's clients at {url}"
+                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         for index, rank in enumerate(trainer.ranks):
             seen[f"trainer rank {index}"] = await rank.call(TrainerRank.environment)
         (self.folder.path / "environments.json").write_text(json.dumps(seen, indent=1))

@@ -145,6 +145,12 @@ class Recipe:
                 f"{self.loop.max_new_tokens} = {needed}; set it to {needed}"
             )
         problems += self._without_effect()
+        server = self.sampler.server
+        if self.num_samplers > 1 and server is not None and server.port != 0:
+            problems.append(
+                f"sampler.server.port = {server.port} with num_samplers = {self.num_samplers}: "
+                "one port has one server; set it to 0, and each takes a free one and says which"
+            )
         if problems:
             raise ValueError("; ".join(problems))
 

@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from verl_conversion.conversion import convert
 from verl_conversion.environment import judge_environment
 from verl_conversion.launches import Launch, LaunchError, launch_of, notes_of, read_launches
-from verl_conversion.recipe_file import problems_of, recipe_toml
+from verl_conversion.recipe_file import completed, problems_of, recipe_toml
 from verl_conversion.releases import RELEASES, Release
 from verl_conversion.report import Report, print_report, report_json
 
@@ -115,9 +115,10 @@ def _converted(options: argparse.Namespace, behind: list[str]) -> tuple[Report, 
     conversion = convert(launch, release, train_rows=options.train_rows)
     source = "the arguments" if script is None else script.name
     text = recipe_toml(
-        conversion.settings,
+        completed(conversion.settings),
         heading=f"Made by tools/convert_verl.py from {source}, verl {release}; behind each value "
-        "stands what of\nverl it comes from (without actor_rollout_ref.).",
+        "stands what of\nverl it comes from (without actor_rollout_ref.), or that nothing there "
+        "says it.",
     )
     report = Report(
         source=source,

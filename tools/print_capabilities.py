@@ -14,7 +14,7 @@ from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty, PolicyLoss, TokenTruncatio
 from engine_fsdp import FsdpConfig, LoraConfig, MuonConfig, OptimConfig as FsdpOptim
 from engine_veomni import OptimConfig as VeomniOptim, VeomniConfig
 from parallel_state import ExtraParallelSizes, ParallelState
-from rollout_vllm import VllmConfig
+from rollout_vllm import ServerConfig, VllmConfig
 
 HEADER = """\
 # Capabilities
@@ -144,6 +144,7 @@ PROBES = (
                 {"device": "cuda", "return_routed_experts": True},
             ),
             ("sleep, on GPUs", {"device": "cuda", "enable_sleep": True}),
+            ("OpenAI-compatible server, on loopback", {"server": ServerConfig()}),
             ("pipeline parallel", {"engine_args": {"pipeline_parallel_size": 2}}),
             ("LoRA", {"engine_args": {"enable_lora": True}}),
             ("quantisation", {"engine_args": {"quantization": "fp8"}}),
@@ -152,6 +153,13 @@ PROBES = (
                 "expert parallel by vLLM's own flag",
                 {"engine_args": {"enable_expert_parallel": True}},
             ),
+        )
+    ]
+    + [
+        Probe(
+            part="rollout-vllm",
+            feature="server on the network without a key",
+            construct=lambda: ServerConfig(host="0.0.0.0"),  # noqa: S104  # what is refused
         )
     ]
     + [

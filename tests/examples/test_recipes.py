@@ -189,6 +189,10 @@ def test_a_layout_that_does_not_fit_is_found_on_a_laptop(
         ({"sampler.engine_args.enable_expert_parallel": "true"}, "use VllmConfig.expert_parallel"),
         ({"engine.parallel.extra_parallel_sizes.epp": "8"}, "epp"),
         ({"engine.strategy": "fsdp2"}, "unknown setting"),
+        (
+            {"num_samplers": "2", "sampler.server.port": "8000"},
+            "sampler.server.port = 8000 with num_samplers = 2: one port has one server",
+        ),
         ({"engine.router_replay": "logprobs"}, "there are no routes to replay"),
         ({"engine.router_statistics": "true"}, "the loop records none of them"),
         ({"sampler.load_format": "dummy"}, "which would be with random weights"),

@@ -21,6 +21,7 @@ _OWN = {
     f"{R}disable_log_stats": "metrics are the training loop's",
     f"{R}logprobs_mode": "logprobs are those of the distribution that is sampled from",
     f"{R}load_format": "the first weights come from the model's folder, later ones from training",
+    f"{R}seed": "every request has a seed of its own, which follows from loop.seed",
     f"{R}layered_summon": "weights go to the sampler layer by layer in any case",
     f"{R}checkpoint_engine.backend": "how weights travel is the recipe's matter",
     f"{R}checkpoint_engine.update_weights_bucket_megabytes": "how weights travel is the recipe's "
@@ -49,7 +50,6 @@ def carry_sampler(c: Composed, sheet: Sheet) -> None:
         None if share is None else float(share),
         f"{R}gpu_memory_utilization",
     )
-    sheet.put("sampler.seed", c.count(f"{R}seed"), f"{R}seed")
     device = _device(c, sheet)
     _parallel(c, sheet)
     _sleep(c, sheet)
@@ -130,14 +130,13 @@ def _parallel(c: Composed, sheet: Sheet) -> None:
         return
     sheet.put("sampler.data_parallel_size", data, data_key)
     if replicas > 1:
-        sheet.gap(
+        sheet.put(
+            "num_samplers",
+            replicas,
             experts_key,
-            why=f"verl starts {replicas} servers of {tensor * data} devices; one engine here "
-            f"spreads the experts over all of its devices: this one has {tensor * data}, "
-            f"and sampling on {devices} takes data_parallel_size = {devices // tensor} and "
-            f"expert_parallel_size = {devices}, or several samplers (rollout_vllm.ReplicaSet)",
+            *ranks,
+            note=f"servers of {tensor * data} devices, each with all experts",
         )
-        sheet.gap(*ranks, why="see expert_parallel_size", decide=False)
     elif devices and tensor * data > devices:
         sheet.gap(*ranks, why=f"{devices} devices are fewer than one server needs")
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from convert_verl import main
+from grpo_trainer.run_qwen3_1_7b_fsdp import full
 from recipe import PromptFiles, Recipe
 from verl_conversion.conversion import convert
 from verl_conversion.labels import LABELS
@@ -102,6 +103,16 @@ def test_all_carried_over_is_status_0_and_a_file(
     recipe = load_config(Recipe, file=file).value
     assert (recipe.loop.num_steps, recipe.loop.publish_every) == (100, 2)
     assert recipe.loop.max_tokens_per_micro_batch == 2048  # 2 rows of 512 + 512
+
+
+def test_a_recipe_adds_nothing_of_its_own(tmp_path: Path) -> None:
+    """verl has no KL term unless it is asked for; the recipe below has one, and compiled blocks."""
+    file = tmp_path / "recipe.toml"
+    assert main(["-o", str(file), "--", *COMPLETE]) == 0
+    alone = load_config(Recipe, file=file).value
+    assert load_config(Recipe, file=file, defaults=full()).value == alone
+    assert isinstance(alone.loop.loss, GrpoLoss)
+    assert alone.loop.loss.kl is None
 
 
 def test_something_to_look_at_is_status_1_and_in_the_json(

@@ -65,6 +65,10 @@ class SamplerHost:
         """As `VllmSampler.ping`."""
         return await self._started().ping()
 
+    async def server_url(self) -> str | None:
+        """As `VllmSampler.server_url`."""
+        return self._started().server_url
+
     async def environment(self) -> dict[str, str]:
         """The variables that this process sees, secrets among them: filter what is kept."""
         return dict(os.environ)
