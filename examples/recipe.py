@@ -26,6 +26,9 @@ from rollout_vllm import VllmConfig
 
 EngineConfig = FsdpConfig | VeomniConfig
 
+TINY_PROMPT, TINY_COMPLETION = 16, 8
+"""Longest prompt and completion of `SortingDigits`, in tokens."""
+
 
 @attrs.frozen(kw_only=True)
 class PromptFiles:
@@ -79,7 +82,7 @@ class SortingDigits:
     seed: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     """Of the problems."""
 
-    max_prompt_tokens: int = attrs.field(default=16, validator=attrs.validators.ge(1))
+    max_prompt_tokens: int = attrs.field(default=TINY_PROMPT, validator=attrs.validators.ge(1))
     """Room for the prompt, in tokens; the longest here has 11."""
 
     def problems(self) -> Problems:
@@ -211,6 +214,18 @@ def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:
         needs=needed_files(recipe),
         plan=functools.partial(plan_of, recipe),
         try_next=(),
+    )
+
+
+def tiny_sampler(model: str) -> VllmConfig:
+    """For a tiny model that sorts digits, on one core."""
+    return VllmConfig(
+        model=model,
+        dtype="float32",
+        max_model_len=TINY_PROMPT + TINY_COMPLETION,
+        max_num_seqs=128,
+        kv_cache_gib=0.25,
+        cpu_threads=1,
     )
 
 

@@ -21,7 +21,14 @@ from pathlib import Path
 from conduct import RunSettings
 from grpo import LoopConfig, Run, loss_fn, rows_of
 from launch import main
-from recipe import PromptFiles, Recipe, SortingDigits, make_job
+from recipe import (
+    TINY_COMPLETION,
+    PromptFiles,
+    Recipe,
+    SortingDigits,
+    make_job,
+    tiny_sampler,
+)
 from tiny_models import model_folder
 
 from algos_gspo_dapo_grpo import DapoLoss, DynamicSampling, SoftOverlong
@@ -85,17 +92,17 @@ def tiny() -> Recipe:
     """On two CPU cores. Learning rate: docs/first_run.md."""
     model = str(model_folder("qwen3_moe"))
     return Recipe(
-        data=SortingDigits(max_prompt_tokens=16),
+        data=SortingDigits(),
         loop=LoopConfig(
             num_steps=60,
             groups_per_step=16,
             publish_every=2,
             max_staleness=3,
             order="completion",
-            max_new_tokens=8,
+            max_new_tokens=TINY_COMPLETION,
             loss=DapoLoss(),
             dynamic_sampling=DynamicSampling(max_rounds=10, incomplete="yield"),
-            overlong=SoftOverlong(max_length=8, buffer=1),
+            overlong=SoftOverlong(max_length=TINY_COMPLETION, buffer=1),
             evaluate_every=20,
         ),
         engine=FsdpConfig(
@@ -103,14 +110,7 @@ def tiny() -> Recipe:
             optim=OptimConfig(learning_rate=3e-4, weight_decay=0.0),
             compute_dtype="float32",
         ),
-        sampler=VllmConfig(
-            model=model,
-            dtype="float32",
-            max_model_len=16 + 8,
-            max_num_seqs=128,
-            kv_cache_gib=0.25,
-            cpu_threads=1,
-        ),
+        sampler=tiny_sampler(model),
         run=RunSettings(checkpoint_every=20),
     )
 

@@ -21,7 +21,14 @@ from pathlib import Path
 from conduct import RunSettings
 from grpo import LoopConfig, Run, loss_fn, rows_of
 from launch import main
-from recipe import PromptFiles, Recipe, SortingDigits, make_job
+from recipe import (
+    TINY_COMPLETION,
+    PromptFiles,
+    Recipe,
+    SortingDigits,
+    make_job,
+    tiny_sampler,
+)
 from tiny_models import model_folder
 
 from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty
@@ -74,11 +81,11 @@ def tiny() -> Recipe:
     """On two CPU cores. Learning rate: docs/first_run.md."""
     model = str(model_folder("qwen3"))
     return Recipe(
-        data=SortingDigits(max_prompt_tokens=16),
+        data=SortingDigits(),
         loop=LoopConfig(
             num_steps=60,
             groups_per_step=16,
-            max_new_tokens=8,
+            max_new_tokens=TINY_COMPLETION,
             loss=GrpoLoss(kl=KlPenalty(estimator="k3", coefficient=0.001)),
             evaluate_every=20,
         ),
@@ -87,14 +94,7 @@ def tiny() -> Recipe:
             optim=OptimConfig(learning_rate=3e-4, weight_decay=0.0),
             compute_dtype="float32",
         ),
-        sampler=VllmConfig(
-            model=model,
-            dtype="float32",
-            max_model_len=16 + 8,
-            max_num_seqs=128,
-            kv_cache_gib=0.25,
-            cpu_threads=1,
-        ),
+        sampler=tiny_sampler(model),
         run=RunSettings(checkpoint_every=20),
     )
 
