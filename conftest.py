@@ -1,4 +1,4 @@
-"""Runs every Python block of every README and of the documentation as a test, and sets up hypothesis."""
+"""Runs every Python block of the READMEs and the documentation as a test; sets up hypothesis."""
 
 import os
 
