@@ -97,7 +97,8 @@ class RunSettings:
     trainer_threads: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
     )
-    """Cores that each trainer rank computes on; none: this process's, shared among the ranks."""
+    """Cores that each trainer rank computes on, and a sampler whose `cpu_threads` says nothing;
+    none: this process's, shared among the ranks."""
 
 
 OverlongPrompts = Literal["error", "drop"]
@@ -350,10 +351,11 @@ class Conductor:
     ) -> None:
         """Write down what each worker process really sees, and say where a server answers."""
         seen = {host.name: snapshot(await host.call(SamplerHost.environment)) for host in hosts}
-        for host in hosts:
-            if url := await host.call(SamplerHost.server_url):
-                line = f"{host.name} answers OpenAI's clients at {url}"
-                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for host in hosts if self.job.sampler.server is not None else ():
+            line = (
+                f"{host.name} answers OpenAI's clients at {await host.call(SamplerHost.server_url)}"
+            )
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         for index, rank in enumerate(trainer.ranks):
             seen[f"trainer rank {index}"] = await rank.call(TrainerRank.environment)
         (self.folder.path / "environments.json").write_text(json.dumps(seen, indent=1))

@@ -24,6 +24,7 @@ from algos_gspo_dapo_grpo import (
     BatchCounts,
     ClipCovLoss,
     DapoLoss,
+    DecoupledPpoLoss,
     DynamicSampling,
     GroupAdvantages,
     GrpoAdvantages,
@@ -88,8 +89,8 @@ class LoopConfig:
     every run; ``completion`` those that are done, which is faster where lengths differ a lot."""
 
     publish_every: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    """Optimizer steps between two publishes; at most ``max_staleness + 1``. Default: every step,
-    which keeps the data as fresh as it can be."""
+    """Optimizer steps between two publishes; at most ``max_staleness + 1``. An evaluation publishes
+    too. Default: every step, which keeps the data as fresh as it can be."""
 
     max_new_tokens: int = attrs.field(validator=attrs.validators.ge(1))
     """Longest completion, in tokens."""
@@ -137,7 +138,8 @@ class LoopConfig:
             raise ValueError(
                 f"loop.publish_every = {self.publish_every} leaves nothing to train on after "
                 f"{interval} steps with loop.max_staleness = {self.max_staleness}; set "
-                f"max_staleness to {self.publish_every - 1} or more"
+                f"max_staleness to {self.publish_every - 1} or more, or publish_every to "
+                f"{interval} or less"
             )
         if self.overlong is not None and self.overlong.max_length != self.max_new_tokens:
             raise ValueError(
@@ -148,10 +150,10 @@ class LoopConfig:
 
     @loss.validator
     def _only_what_takes_effect(self, _: object, loss: PolicyLoss) -> None:
-        if isinstance(loss, ClipCovLoss | KlCovLoss):
+        if isinstance(loss, ClipCovLoss | KlCovLoss | DecoupledPpoLoss):
             raise ValueError(  # noqa: TRY004  # a setting, not a type, is wrong
-                f"loop.loss.kind = {loss.kind} needs tokens chosen over the whole batch with the "
-                "trainer's logprobs, which this loop does not compute; choose another kind"
+                f"loop.loss.kind = {loss.kind} needs the trainer's logprobs at the start of a "
+                "step, which this loop does not compute; choose another kind"
             )
         if loss.rollout_correction is not None:
             raise ValueError(

@@ -25,6 +25,7 @@ from async_policy import ActorLostError, AsyncPolicyError
 from device_env import Device, Report, detect_device, examine
 from parallel_state.picture import layout_picture
 from rl_contracts import ConfigError, effective_toml, load_config, settings_help
+from rl_metrics.trackers.config import check_trackers
 from rollout_vllm import RolloutError
 
 
@@ -164,6 +165,10 @@ def make_plan(
     job = make_job(loaded.value)
     loaded.value.loop.check_lengths(job.sampler.max_model_len)
     check_keep_best(loaded.value.run, loaded.value.loop)
+    try:
+        check_trackers(loaded.value.run.trackers)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
     if folder is not None:
         scheduler_of(loaded.value.loop, folder)
     return Plan(
@@ -199,12 +204,16 @@ def execute(plan: Plan, device: Device) -> int:
             task = prepare(plan.job, plan.loop, console)
             folder = plan.folder or RunFolder.create(plan.run.folder, plan.job.name)
             stack.enter_context(folder.held())
-            folder.check_identity(identity(plan.job, plan.loop, task))
+            same = {"example": plan.job.name, **identity(plan.job, plan.loop, task)}
+            folder.check_identity(same)
             if plan.changed:
                 folder.write_config(plan.effective)
         except (ValueError, OSError) as error:
             print(error, file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("stopped before anything ran", file=sys.stderr)
+            return 130
         try:
             finished = conduct_again(plan, folder, task=task, device=device, console=console)
         except (AsyncPolicyError, RolloutError, OSError) as error:

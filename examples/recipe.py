@@ -82,7 +82,7 @@ class SortingDigits:
     seed: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     """Of the problems."""
 
-    max_prompt_tokens: int = attrs.field(default=TINY_PROMPT, validator=attrs.validators.ge(1))
+    max_prompt_tokens: int = attrs.field(default=TINY_PROMPT, validator=attrs.validators.ge(11))
     """Room for the prompt, in tokens; the longest here has 11."""
 
     def problems(self) -> Problems:
@@ -190,6 +190,12 @@ class Recipe:
             problems.append(
                 f"sampler.seed = {sampler.seed}: every request has a seed of its own, which "
                 "follows from loop.seed; set that, and leave sampler.seed at 0"
+            )
+        if self.num_samplers > 1 and sampler.server is not None and sampler.server.port != 0:
+            problems.append(
+                f"num_samplers = {self.num_samplers} and sampler.server.port = "
+                f"{sampler.server.port}: they cannot share a port; set it to 0, and each takes a "
+                "free one"
             )
         return problems
 

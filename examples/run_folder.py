@@ -75,7 +75,10 @@ class RunFolder:
             parent.glob(f"{name}-*/{CONFIG_NAME}"), key=lambda path: path.stat().st_mtime
         )
         if not found:
-            raise ValueError(f"--resume: expected a run {parent}/{name}-..., found none")
+            raise ValueError(
+                f"--resume: expected a run {parent}/{name}-..., found none; give the folder of a "
+                "run that lies elsewhere: --resume FOLDER"
+            )
         return cls(path=found[-1].parent)
 
     @contextlib.contextmanager

@@ -145,6 +145,18 @@ def make_plan(arguments: argparse.Namespace) -> RunPlan:
             *arguments.overrides,
         ],
     ).value
+    if (ranks := planned.engine.parallel.world_size) != arguments.devices:
+        message = (
+            f"--devices: {arguments.devices}, but engine.parallel makes {ranks} ranks; set "
+            "--devices or engine.parallel so that they agree"
+        )
+        raise ValueError(message)
+    if samplers % (size := planned.sampler.num_devices):
+        message = (
+            f"{samplers} devices for samplers of {size} devices each: expected a multiple of "
+            f"{size}; set --sampler-devices or the sampler's parallel sizes"
+        )
+        raise ValueError(message)
     return plan_run(
         engine=planned.engine,
         sampler=planned.sampler,
@@ -158,7 +170,7 @@ def make_plan(arguments: argparse.Namespace) -> RunPlan:
         mean_completion_tokens=planned.work.mean_completion_tokens,
         groups_per_step=planned.work.groups_per_step,
         group_size=planned.work.group_size,
-        sampler_replicas=max(1, samplers // planned.sampler.num_devices),
+        sampler_replicas=samplers // size,
         reference=planned.work.reference,
         proximal=planned.work.proximal,
         overlapped=planned.work.overlapped,

@@ -65,6 +65,7 @@ def full() -> Recipe:
             # arXiv:2503.14476, section 4.1: the last fifth of the length
             overlong=SoftOverlong(max_length=COMPLETION, buffer=1228),
             evaluate_every=50,  # test_freq 25 rounds
+            evaluation_samples=1,  # the file has each problem 32 times
         ),
         engine=FsdpConfig(
             model_path=MODEL,

@@ -60,6 +60,7 @@ def full() -> Recipe:
             max_tokens_per_micro_batch=10240,  # one sequence of full length
             loss=GrpoLoss(kl=KlPenalty(estimator="k3", coefficient=0.001)),
             evaluate_every=50,
+            evaluation_samples=1,  # the file has each problem 32 times
         ),
         engine=VeomniConfig(
             model_path=MODEL,

@@ -58,6 +58,7 @@ def full() -> Recipe:
             max_tokens_per_micro_batch=PROMPT + COMPLETION,
             loss=GspoLoss(clip_low=3e-4, clip_high=4e-4),  # arXiv:2507.18071, section 5.1
             evaluate_every=100,
+            evaluation_samples=1,  # the file has each problem 32 times
         ),
         engine=FsdpConfig(
             model_path=MODEL,

@@ -196,10 +196,18 @@ def test_a_layout_that_does_not_fit_is_found_on_a_laptop(
         ({"engine.router_replay": "logprobs"}, "there are no routes to replay"),
         ({"engine.router_statistics": "true"}, "the loop records none of them"),
         ({"sampler.load_format": "dummy"}, "which would be with random weights"),
+        (
+            {"num_samplers": "2", "sampler.server.port": "8000"},
+            "they cannot share a port; set it to 0",
+        ),
         ({"sampler.seed": "1"}, "which follows from loop.seed; set that"),
         (
             {"run.keep_best": "true", "run.checkpoint_every": "70"},
             "no step before the last of 200 is both evaluated (loop.evaluate_every = 50)",
+        ),
+        (
+            {"run.trackers": '[{kind="tensorboard"}, {kind="tensorboard"}]'},
+            "trackers: expected each kind at most once, got tensorboard again",
         ),
     ],
 )
@@ -243,6 +251,19 @@ def test_an_option_without_effect_is_refused(
     """A resumed run has its configuration, and a run needs no prediction."""
     with pytest.raises(SystemExit, match="2"):
         run_here(RECIPES[1], *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_of_another_recipe_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its configuration would be accepted, and another loop would go on with it."""
+    assert run_here(RECIPES[1], "--size", "tiny", "--dry-run") == 0
+    folder = RunFolder.create(tmp_path, "grpo")
+    folder.write_config(capsys.readouterr().out)
+    folder.check_identity({"example": "grpo-qwen3-1.7b-fsdp"})
+    assert run_here(RECIPES[2], "--resume", str(folder.path)) == 2
+    message = "example was 'grpo-qwen3-1.7b-fsdp' and is 'gspo-qwen3-32b-fsdp' now"
     assert message in capsys.readouterr().err
 
 

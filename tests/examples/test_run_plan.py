@@ -589,6 +589,10 @@ def test_the_command_prints_a_plan_and_says_whether_it_is_refused(
     assert "did you mean activation_checkpointing?" in capsys.readouterr().err
     assert plan_command.main([*given[:-1], "0"]) == 2
     assert "--devices: expected a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert plan_command.main([*given, "engine.parallel.dp_size=3"]) == 2
+    assert "but engine.parallel makes 3 ranks" in capsys.readouterr().err
+    assert plan_command.main([*given, "sampler.tensor_parallel_size=5"]) == 2
+    assert "devices for samplers of 5 devices each" in capsys.readouterr().err
 
 
 @pytest.mark.slow

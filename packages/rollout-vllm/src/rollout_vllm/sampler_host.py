@@ -65,7 +65,7 @@ class SamplerHost:
         """As `VllmSampler.ping`."""
         return await self._started().ping()
 
-    async def server_url(self) -> str | None:
+    async def server_url(self) -> str:
         """As `VllmSampler.server_url`."""
         return self._started().server_url
 
