@@ -332,7 +332,7 @@ def test_settings_without_effect_are_refused() -> None:
     for setting, reason in (
         ("loop.loss.kl.coefficient=0.04", "keeps no reference policy"),
         ("loop.loss.rollout_correction.kind=token_truncation", "would always be 1"),
-        ("loop.loss.kind=clip_cov", "needs tokens chosen over the whole batch"),
+        ("loop.loss.kind=clip_cov", "needs the trainer's logprobs at the start of a"),
     ):
         done = run("--dry-run", setting)
         assert done.returncode == 2

@@ -281,6 +281,14 @@ def test_value_without_effect_is_refused_before_anything_is_written(tmp_path: Pa
         scored(tmp_path).latest()
 
 
+def test_a_value_of_another_kind_of_number_can_be_read_again(tmp_path: Path) -> None:
+    """A share of 1 of 1 may come as True; a store that cannot read it could not resume."""
+    store = CheckpointStore(tmp_path, keep_best=KeepBest(metric="m", better="higher"))
+    for step, value in enumerate((True, 2), start=1):
+        store.write(step, lambda _: None, value=value)
+    assert [checkpoint.value for checkpoint in store.checkpoints()] == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("moment", ["fill", "rename", "removal"])
 def test_kill_at_any_moment_leaves_the_best_and_the_latest(tmp_path: Path, moment: str) -> None:
     """SIGKILL while step 3 is written, just made current, or while step 2 is removed."""

@@ -349,6 +349,34 @@ def test_late_publish_names_the_version() -> None:
     assert rollouts.scheduler.published_version == 0
 
 
+def test_publishes_that_overlap_are_sent_one_after_the_other() -> None:
+    """Version 1 takes long, version 2 does not: the samplers end with 2, and so does the count."""
+    toy = Toy()
+    slow = asyncio.Event()
+
+    async def publish(version: PolicyVersion) -> None:
+        if version == 1:
+            await slow.wait()
+        await toy.publish(version)
+
+    async def loop() -> None:
+        config = SchedulerConfig(num_steps=3, groups_per_step=1, max_staleness=2)
+        async with rollouts_of(toy, config, publish=publish) as rollouts:
+            publishes: list[asyncio.Task[None]] = []
+            async for batch in rollouts.batches():
+                if batch.version == 2:
+                    break
+                trained = PolicyVersion(batch.version + 1)
+                rollouts.trained(trained)
+                publishes.append(asyncio.create_task(rollouts.publish(trained)))
+                await asyncio.sleep(0.01)
+            slow.set()
+            await asyncio.gather(*publishes)
+            assert toy.sampler_version == rollouts.scheduler.published_version == 2
+
+    asyncio.run(loop())
+
+
 def test_loop_that_forgets_to_publish_is_told_so() -> None:
     """Without a publish the next batch can never come: an error at once, not a wait."""
     toy = Toy()

@@ -400,6 +400,56 @@ def test_restore_with_another_refill() -> None:
         Scheduler.from_state(going_on.scheduler.state(), few)
 
 
+def test_fewer_rounds_on_resume_do_not_end_the_run_early() -> None:
+    """A step looked at 6 groups; one round for each of 4 would leave 2 prompts for three steps."""
+    rounds = [
+        SchedulerConfig(
+            num_steps=4, groups_per_step=2, refill=Refill(max_rounds=n, incomplete="yield")
+        )
+        for n in (3, 1)
+    ]
+    world = World(Scheduler(rounds[0]), [False, False, True])
+    while len(world.steps) < 1:
+        world.act(0, 0)
+        world.act(2, 0)
+        world.act(6, 0)
+        world.act(8, 0)
+        world.publish_newest()
+    assert world.steps == [((2, 5), (0, 1, 3, 4))]
+    with pytest.raises(ValueError, match=r"6 prompts behind it, .* the 8 .* 2 are left for the 6"):
+        Scheduler.from_state(world.scheduler.state(), rounds[1])
+    Scheduler.from_state(world.scheduler.state(), rounds[0])
+
+
+@pytest.mark.parametrize("incomplete", ["yield", "raise"])
+def test_groups_looked_at_ahead_do_not_end_the_run_early(
+    incomplete: Literal["yield", "raise"],
+) -> None:
+    """Completion order, limit 1 round of 2, a lead of 4: the first two steps look at 4 groups each.
+
+    With the 2 of the last step the run needs 10 prompts, more than 3 steps of 1 round.
+    """
+    config = SchedulerConfig(
+        num_steps=3,
+        groups_per_step=2,
+        max_staleness=1,
+        order="completion",
+        refill=Refill(max_rounds=1, incomplete=incomplete),
+    )
+    assert config.max_prompts == 12
+    half = [False, False, True, True]
+    world = World(Scheduler(config), [*half, *half, True, True])
+    while not world.over:
+        world.admit()
+        for _ in range(4):
+            world.complete(0)
+        world.take()
+        world.train()
+        world.publish_newest()
+    assert world.error is None
+    assert world.steps == [((2, 3), (0, 1)), ((6, 7), (4, 5)), ((8, 9), ())]
+
+
 def test_a_slow_group_does_not_let_the_others_be_sampled_for_ever() -> None:
     """Completion order, limit 1 round of 2, a lead of 4: with 1, 2 and 3 set aside nothing starts.
 

@@ -1,6 +1,7 @@
 """The report."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -129,6 +130,20 @@ def test_headlines_and_tables_hold_the_runs_numbers(
     assert Page(path).tags.count("svg") == 5  # the first one for wide and for narrow pages
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
+def test_a_run_that_blew_up_has_a_report(value: float, tmp_path: Path) -> None:
+    """Whatever the last step measured, the page says so and shows the steps before."""
+    path = tmp_path / "report.html"
+    steps = [dict.fromkeys(METRICS, 1.0), dict.fromkeys(METRICS, value)]
+    records = [
+        StepRecord(step=step, unix_seconds=0.0, values=values) for step, values in enumerate(steps)
+    ]
+    write_report(RunReport(title="A run", records=records), path)
+    expected = {math.nan: "nan", math.inf: "inf", -math.inf: "-inf"}.get(value)
+    if expected is not None:
+        assert f"Held-out reward 1.00 \u2192 {expected}" in " ".join(Page(path).text.split())
+
+
 def test_panels_without_numbers_are_named(records: list[StepRecord], tmp_path: Path) -> None:
     """A reader who looks for the entropy is told that the run did not record it."""
     path = tmp_path / "report.html"
@@ -160,6 +175,7 @@ def test_secrets_are_not_shown(records: list[StepRecord], tmp_path: Path) -> Non
         "OPENAI_API_KEY": "sk-abcdef",
         "EMPTY_PASSWORD": "",
         "TOKENIZERS_PARALLELISM": "false-abcdef",
+        "HTTPS_PROXY": "http://me:p@ssword@proxy:3128/?a@b",
     }
     write_report(
         RunReport(title="A run", records=records, environments={"driver": environment}), path
@@ -170,6 +186,7 @@ def test_secrets_are_not_shown(records: list[StepRecord], tmp_path: Path) -> Non
     assert text.count("(set, not shown)") == 2
     assert text.count("(empty)") == 1
     assert "false-abcdef" in text
+    assert "http://(not shown)@proxy:3128/?a@b" in text
 
 
 def test_a_run_folder_becomes_a_report(tmp_path: Path) -> None:

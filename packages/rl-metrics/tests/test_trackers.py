@@ -27,6 +27,7 @@ from rl_metrics import (
     read_metrics,
 )
 from rl_metrics.trackers.config import tracker_from_json, tracker_to_json
+from rl_metrics.trackers.mlflow import mlflow_params
 from rl_metrics.trackers.process import TrackerProcess
 
 REWARD = "reward/train/mean"
@@ -293,6 +294,45 @@ def test_nothing_is_sent_anywhere_but_where_configured(run: Path) -> None:
     assert {"WANDB_ERROR_REPORTING", "TRACKIO_DIR"} <= set(names.split())
     assert values == "false 1"
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_a_tracker_cannot_take_requests_for_its_own_input(run: Path) -> None:
+    """A package that asks for a login, and processes that it starts, read nothing."""
+    with Trackers.open([TensorBoardConfig()], folder=run, say=print) as trackers:
+        stdin = Path(f"/proc/{process_of(trackers).pid}/fd/0")
+        assert str(stdin.readlink()) == os.devnull
+
+
+def test_mlflow_gets_every_setting_under_a_name_that_it_takes() -> None:
+    """One name that it refuses would cost every step of the run."""
+    settings: dict[str, str | int | float | bool] = {
+        "optim.lr": 1e-6,
+        "rewards.openai/gsm8k": "x",
+        'engine_args."a=b"': 1,
+        "engine_args._a_b_": 2,
+        "../up": True,
+        "k" * 300: "",
+        "k" * 299: "",
+    }
+    assert mlflow_params(settings) == {
+        "optim.lr": "1e-06",
+        "rewards.openai/gsm8k": "x",
+        "engine_args._a_b_": "1",
+        "engine_args._a_b__2": "2",
+        "___up": "True",
+        "k" * 250: "",
+        "k" * 242 + "_2": "",
+    }
+
+
+@pytest.mark.slow
+def test_mlflow_takes_a_run_with_any_setting(run: Path) -> None:
+    (run / "effective_config.toml").write_text('"a=b" = 1\n"../c" = 2\n"\u00e9[0]" = 3\n')
+    said: list[str] = []
+    with Trackers.open([config_of("mlflow", run)], folder=run, say=said.append) as trackers:
+        trackers.write(StepRecord(step=1, unix_seconds=1.0, values={REWARD: 0.5}))
+        assert trackers.num_missed == {"mlflow": 0}
+    assert said == []
 
 
 def test_settings_that_cannot_take_effect_are_refused() -> None:

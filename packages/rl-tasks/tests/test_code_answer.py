@@ -1,10 +1,17 @@
 """Programs as answers."""
 
 import json
+import math
 
 import pytest
 
-from rl_tasks import CodeAnswer, SandboxLimits, SandboxUnavailableError, check_sandbox
+from rl_tasks import (
+    CodeAnswer,
+    MathAnswer,
+    SandboxLimits,
+    SandboxUnavailableError,
+    check_sandbox,
+)
 from rl_tasks.code_answer import last_program
 
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=60)
@@ -64,6 +71,8 @@ def test_functions() -> None:
     assert graded("def add(a, b):\n    print('noise')\n    return a + b", CALL) == (1.0, "right")
     method = "class Solution:\n    def add(self, a: List[int], b: int): return a + b"
     assert graded(method, CALL) == (1.0, "right")
+    method = "class Solution:\n    def final(self, a: int, b: int) -> int: return a + b"
+    assert graded(method, {**CALL, "fn_name": "final"}) == (1.0, "right")
     pair = {"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "add"}
     assert graded("def add(a, b): return (a, b)", pair) == (1.0, "right")
     assert graded("def add(a, b): return [b, a]", pair) == (0.0, "wrong")
@@ -179,6 +188,16 @@ def test_limits_have_their_own_reasons() -> None:
     assert (result.value, result.reason) == (0.0, "no_code")
 
 
+def test_a_program_that_never_ends_does_not_take_a_time_limit_for_each_test_case() -> None:
+    """1,000 test cases of half a second each would be 8 minutes; 1 of 1,000 is passed."""
+    tests = {"inputs": ["1", *["2"] * 999], "outputs": ["1", *["2"] * 999]}
+    quick = SandboxLimits(wall_s=0.5, cpu_s=1)
+    reward = CodeAnswer(limits=quick, scoring="share")
+    text = "```python\nn = input()\nwhile n != '1': pass\nprint(n)\n```"
+    result = reward(text, ground_truth=json.dumps(tests), finish_reason="stop")
+    assert (result.value, result.reason) == (0.001, "time_limit")
+
+
 @pytest.mark.parametrize(
     "ground_truth",
     [
@@ -203,3 +222,18 @@ def test_a_result_that_is_no_json_is_wrong(program: str) -> None:
     """What comes back is data: nesting and digits without end are wrong, not an error here."""
     hostile = f"def add(a, b):\n  import json\n  json.dumps = lambda _: {program[6:-1]}\n  return 0"
     assert graded(hostile, CALL) == (0.0, "wrong")
+
+
+def test_limits_that_the_machine_does_not_grant_are_refused_at_once() -> None:
+    """Each completion would have no value; no process may open a thousand million files."""
+    limits = SandboxLimits(max_open_files=10**9)
+    with pytest.raises(SandboxUnavailableError, match=r"not one with .*max_open_files=1000000000"):
+        CodeAnswer(limits=limits)
+
+
+def test_times_without_an_end_are_refused() -> None:
+    """No system call waits for ever by number; each answer would end in an error."""
+    with pytest.raises(ValueError, match=r"'wall_s' must be <= 86400"):
+        SandboxLimits(wall_s=math.inf)
+    with pytest.raises(ValueError, match=r"'timeout_s' must be <= 86400"):
+        MathAnswer(timeout_s=math.inf)

@@ -27,6 +27,9 @@ class Server(ThreadingHTTPServer):
     raw: bytes | None = None
     trickle = False
     silent: threading.Event | None = None
+    location: str | None = None
+    announced = 0
+    """Bytes of the body that are promised and never come."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -56,8 +59,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(server.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("retry-after-ms", "1")
+        if server.location is not None:
+            self.send_header("Location", server.location)
         if not server.trickle:
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(body) + server.announced))
         self.end_headers()
         while server.trickle and not server.stopped.wait(0.02):
             self.wfile.write(b" ")
@@ -203,6 +208,28 @@ def test_a_silent_a_slow_and_an_absent_judge_end(server: Server) -> None:
     assert graded(hasty) == RewardResult(value=None, reason="judge_timed_out")
     absent = judge(server, base_url="http://127.0.0.1:9/v1", max_retries=0)
     assert graded(absent) == RewardResult(value=None, reason="judge_unreachable")
+
+
+def test_the_body_of_a_refusal_is_not_waited_for(server: Server) -> None:
+    """One that is cut off, and one that trickles for ever, are refusals like any other."""
+    server.say = lambda _word, _user: ""
+    server.status = 400
+    server.announced = 1000
+    refused = RewardResult(value=None, reason="judge_refused_400")
+    assert graded(judge(server)) == refused
+    server.trickle = True
+    assert graded(judge(server)) == refused
+
+
+def test_what_is_judged_is_not_sent_elsewhere(server: Server) -> None:
+    """A judge that redirects has refused; nobody else is asked."""
+    server.say = lambda word, _: f"VERDICT {word}: RIGHT"
+    server.status = 307
+    with serving() as other:
+        other.say = server.say
+        server.location = f"http://127.0.0.1:{other.server_port}/v1/chat/completions"
+        assert graded(judge(server)) == RewardResult(value=None, reason="judge_refused_307")
+        assert other.asked == []
 
 
 def test_the_key_is_shown_nowhere(

@@ -227,10 +227,32 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     nan.write_text('{"data_source": NaN}\n')
     with pytest.raises(TaskError, match="NaN is not JSON"):
         load_problems([nan], known_sources=None)
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(TaskError, match=r"deep\.jsonl, line 1: expected one JSON object"):
+        load_problems([deep], known_sources=None)
     with pytest.raises(
         TaskError, match=r"expected a \.parquet or \.jsonl file, or the folder .* suffix '\.csv'"
     ):
         load_problems([tmp_path / "data.csv"], known_sources=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"prompt": [{"role": [], "content": "?"}]}, r"prompt\[0\]\.role: expected one of .* \[\]"),
+        ({"prompt": [{"role": "user", "content": "\ud83d"}]}, r"content: .* lone surrogate"),
+        ({"agent_name": {}}, r"agent_name: expected no agent loop"),
+    ],
+)
+def test_values_that_nothing_can_use_are_named_too(
+    change: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    """A list where a name stands, and half a character, which no tokenizer takes."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({**ROW, **change}))
+    with pytest.raises(RowError, match=text):
+        load_problems([path], known_sources=None)
 
 
 def test_extra_info_holds_what_json_holds(tmp_path: Path) -> None:

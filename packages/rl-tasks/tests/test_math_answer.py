@@ -140,6 +140,41 @@ def test_a_script_without_a_guard_can_grade(tmp_path: Path) -> None:
     assert (result.stdout, result.stderr) == ("started\nright\n", "")
 
 
+def test_what_happens_around_a_grader_does_not_disturb_it(tmp_path: Path) -> None:
+    """A module of a library's name in the current folder; a Ctrl-C that the run survives; a fork.
+
+    At the fork the locks are held, as by threads that wait for a comparison.
+    """
+    (tmp_path / "queue.py").write_text("raise RuntimeError\n")
+    program = """
+import os, signal, threading
+from rl_tasks import MathAnswer, math_pool
+signal.signal(signal.SIGINT, lambda *_: None)
+def grade(answer):
+    reward = MathAnswer(timeout_s=60.0)
+    return reward(answer, ground_truth="2\\\\sqrt{2}", finish_reason="stop").reason
+reasons = [grade("\\\\boxed{\\\\sqrt{8}}")]
+os.killpg(0, signal.SIGINT)
+reasons.append(grade("\\\\boxed{\\\\sqrt{7}}"))
+for lock in math_pool._LOCKS:
+    lock.acquire()
+child = os.fork()
+if child == 0:
+    signal.alarm(120)
+    os._exit(0 if grade("\\\\boxed{\\\\sqrt{8}}") == "right" else 1)
+print(*reasons, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=tmp_path,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (result.stdout, result.stderr) == ("right wrong 0\n", "")
+
+
 @pytest.mark.slow
 def test_a_worker_that_dies_is_replaced() -> None:
     """What it was comparing has no value; the next answer gets a worker of its own."""

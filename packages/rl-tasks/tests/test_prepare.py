@@ -1,5 +1,6 @@
 """Published data sets to verl's schema."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -163,3 +164,41 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         f"{output}: 1 of 2 rows; left out: 1 repeated, 0 with the same prompt and different "
         "answers, unusable by field: none\n"
     )
+
+
+def test_rows_that_do_not_fit_one_table_are_no_traceback(tmp_path: Path) -> None:
+    """An index that is a number in one row and a text in another; the old output stays."""
+    rows = [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+            "extra_info": {"index": index},
+        }
+        for question, index in (("a", 1), ("b", "c"))
+    ]
+    source = tmp_path / "published"
+    source.mkdir()
+    (source / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    output = tmp_path / "dapo.parquet"
+    output.write_bytes(b"old")
+    with pytest.raises(TaskError, match=r"dapo\.parquet: the rows do not fit one parquet table"):
+        prepare("dapo-math", source=source, output=output, split=None)
+    assert output.read_bytes() == b"old"
+
+
+def test_a_published_file_is_neither_replaced_nor_joined(tmp_path: Path) -> None:
+    """An output that would be read as published, now or the next time, is refused."""
+    file = table(tmp_path / "main" / "train-0.parquet", GSM8K)
+    before = file.read_bytes()
+    for output in (file, tmp_path / "main" / "train.parquet"):
+        with pytest.raises(TaskError, match="lies among the published files"):
+            prepare("gsm8k", source=tmp_path, output=output, split="train")
+    assert file.read_bytes() == before
+    prepare("gsm8k", source=tmp_path, output=tmp_path / "out.parquet", split="train")
+
+
+def test_an_answer_without_a_digit_is_none(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "How many?", "answer": "#### ,"}')
+    with pytest.raises(RowError, match=r"answer: expected '#### <number>'"):
+        prepare("gsm8k", source=tmp_path, output=tmp_path / "o.parquet", split="train")

@@ -161,6 +161,17 @@ def test_a_folder_of_splits_or_of_nothing_says_what_to_give(tmp_path: Path) -> N
         load_problems([tmp_path / "empty"], known_sources=None)
 
 
+def test_a_damaged_saved_data_set_is_named(tmp_path: Path) -> None:
+    """Half a file, and files that say something else."""
+    table = datasets.Dataset(pq.read_table(dapo(tmp_path / "dapo.parquet", copies=1)))
+    for name, file, size in (("half", "data-00000-of-00001.arrow", 200), ("torn", "state.json", 9)):
+        folder = tmp_path / name
+        table.save_to_disk(str(folder))
+        (folder / file).write_bytes((folder / file).read_bytes()[:size])
+        with pytest.raises(TaskError, match=rf"{name}: not a readable folder of datasets'"):
+            load_problems([folder], known_sources=None)
+
+
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of cellpylib, which reasoning-gym imports
 def test_generated_problems() -> None:
     """The same arguments give the same problems; settings and instructions take effect."""

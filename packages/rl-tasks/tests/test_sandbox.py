@@ -308,6 +308,31 @@ def test_it_ends_with_its_caller() -> None:
     wait_until_none_is_left()
 
 
+def test_a_ctrl_c_that_the_caller_survives_is_no_end_of_the_program() -> None:
+    """It goes to the whole foreground group; a program that was right would be graded as failed."""
+    caller = """
+import os, signal, threading
+from rl_tasks import SandboxLimits, run_python
+signal.signal(signal.SIGINT, lambda *_: None)
+def work():
+    limits = SandboxLimits(wall_s=60.0, cpu_s=60)
+    print(run_python("import time; time.sleep(0.5); print(3)", stdin=b"", limits=limits))
+thread = threading.Thread(target=work)
+thread.start()
+while thread.is_alive():
+    os.killpg(0, signal.SIGINT)
+    thread.join(0.05)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", caller],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "ProgramResult(output=b'3\\n', ended='itself', exit_code=0)\n"
+
+
 def test_threads_may_run_sandboxes_at_the_same_time() -> None:
     """Each gets its own input and output."""
     outputs: dict[int, bytes] = {}

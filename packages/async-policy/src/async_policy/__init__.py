@@ -24,6 +24,7 @@ from async_policy.errors import (
 from async_policy.json_files import JsonValue, read_json, write_json
 from async_policy.pipeline import Rollouts, Timeouts
 from async_policy.placement import Reservation, reserve
+from async_policy.pool_limits import PoolLimits, WorkerStatus
 from async_policy.ray_actor import Actor, describe_failure, wait_ready
 from async_policy.ray_cluster import connect, local_cluster
 from async_policy.schedule import (
@@ -35,7 +36,7 @@ from async_policy.schedule import (
 )
 from async_policy.scheduler import Scheduler
 from async_policy.verl_settings import VerlAsyncSettings, VerlTranslation, from_verl
-from async_policy.worker_pool import PoolLimits, WorkerPool, WorkerStatus
+from async_policy.worker_pool import WorkerPool
 
 __all__ = [
     "Activity",

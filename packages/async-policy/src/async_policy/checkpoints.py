@@ -171,7 +171,7 @@ class CheckpointStore:
             try:
                 fill(temporary)
                 if self.keep_best is not None and value is not None:
-                    given: JsonValue = {"metric": self.keep_best.metric, "value": value}
+                    given: JsonValue = {"metric": self.keep_best.metric, "value": float(value)}
                     write_json(temporary / METRIC_NAME, given)
                 for path in temporary.rglob("*"):
                     if not path.is_symlink():

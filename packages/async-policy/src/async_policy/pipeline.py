@@ -118,6 +118,7 @@ class Rollouts(Generic[GroupT]):
         self._counts: Counter[str] = Counter()  # for the next batch's `Activity`
         self._batch_at = 0.0
         self._num_publishing = 0
+        self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure: SamplingError | None = None
@@ -174,7 +175,7 @@ class Rollouts(Generic[GroupT]):
         """Give every sampler the weights of `version`, then let new groups in.
 
         Sampling in flight goes on meanwhile, if the samplers keep it. May run as a task beside
-        the next training step.
+        the next training step; one that begins before the one before has ended waits for it.
 
         Raises:
             ValueError: if the version falls, or has not been trained.
@@ -200,7 +201,6 @@ class Rollouts(Generic[GroupT]):
                 )
                 raise WaitTimeoutError(message)
             publishing.result()
-            self._scheduler.published(version)
         finally:
             self._num_publishing -= 1
             self._changed.set()
@@ -271,7 +271,11 @@ class Rollouts(Generic[GroupT]):
         )
 
     async def _publish_now(self, version: PolicyVersion) -> None:
-        await self._publish(version)
+        """One after the other: of two that overlap, the one that ends last must be the newer."""
+        async with self._publishing:
+            self._scheduler.check_publishable(version)
+            await self._publish(version)
+            self._scheduler.published(version)
 
     async def _sample_one(self, ticket: Ticket) -> None:
         group = await self._sample(ticket)

@@ -122,11 +122,23 @@ class SavedState:
                 "so keep refill"
             )
             raise ValueError(message)
-        if self.num_trained + self.num_set_aside > config.max_prompts:
+        behind = self.num_trained + self.num_set_aside
+        if behind > config.max_prompts:
             message = (
-                f"from_state: the state has {self.num_trained + self.num_set_aside} prompts behind "
+                f"from_state: the state has {behind} prompts behind "
                 f"it, the configuration lets the run use {config.max_prompts}; raise "
                 "refill.num_prompts or refill.max_rounds to go on"
+            )
+            raise ValueError(message)
+        left = config.max_prompts - behind
+        needed = (config.num_steps - self.trained_version) * config.groups_per_step
+        refill = config.refill
+        if refill is not None and config.max_prompts != refill.num_prompts and left < needed:
+            message = (
+                f"from_state: the state has {behind} prompts behind it, and of the "
+                f"{config.max_prompts} that refill.max_rounds = {refill.max_rounds} lets the whole "
+                f"run use, {left} are left for the {needed} groups of the steps to come; raise "
+                "refill.max_rounds to go on"
             )
             raise ValueError(message)
 

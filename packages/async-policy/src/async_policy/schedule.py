@@ -145,11 +145,16 @@ class SchedulerConfig:
         """
         if self.refill is None:
             return self.num_groups
-        ends = (
-            None if self.max_candidates is None else self.num_steps * self.max_candidates,
-            self.refill.num_prompts,
-        )
+        ends = (self._max_looked_at, self.refill.num_prompts)
         return min(end for end in ends if end is not None)
+
+    @property
+    def _max_looked_at(self) -> int | None:
+        """Groups that all steps can look at; the end of the data must not come before."""
+        if self.max_candidates is None:
+            return None
+        ahead = self.lead_groups - self.groups_per_step if self.order == "completion" else 0
+        return self.num_steps * (self.max_candidates + ahead)
 
     @property
     def max_candidates(self) -> int | None:

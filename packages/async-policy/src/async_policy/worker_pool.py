@@ -20,9 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar, final
-
-import attrs
+from typing import Generic, Self, TypeVar, final
 
 from async_policy.errors import (
     ActorError,
@@ -31,6 +29,7 @@ from async_policy.errors import (
     WaitTimeoutError,
     WorkerPoolError,
 )
+from async_policy.pool_limits import PoolLimits, WorkerState, WorkerStatus
 from async_policy.ray_actor import Actor
 from rl_contracts.rollout import PolicyVersion
 
@@ -38,46 +37,6 @@ logger = logging.getLogger(__name__)
 
 WorkerT = TypeVar("WorkerT")
 R = TypeVar("R")
-
-WorkerState = Literal["starting", "serving", "leaving", "gone"]
-
-
-@attrs.frozen(kw_only=True)
-class PoolLimits:
-    """How long a worker may take, and how often it is replaced."""
-
-    call_s: float = attrs.field(default=600.0, validator=attrs.validators.gt(0.0))
-    """Seconds that one piece of work may take before it is given to another worker, and this one is
-    replaced. Default: ten minutes, as the longest completions take a few."""
-
-    start_s: float = attrs.field(default=600.0, validator=attrs.validators.gt(0.0))
-    """Seconds until a worker is ready. Default: ten minutes, enough to load and compile a model."""
-
-    load_s: float = attrs.field(default=300.0, validator=attrs.validators.gt(0.0))
-    """Seconds in which a worker takes new weights. Default: five minutes."""
-
-    leave_s: float = attrs.field(default=600.0, validator=attrs.validators.gt(0.0))
-    """Seconds that a worker that leaves has for the work that it began. Default: as `call_s`."""
-
-    max_restarts: int = attrs.field(default=3, validator=attrs.validators.ge(0))
-    """How often one worker is replaced, at most. Default: three; a fault that comes back each time
-    is not one of the machine."""
-
-    restart_s: float = attrs.field(default=1.0, validator=attrs.validators.ge(0.0))
-    """Seconds before a worker is replaced, in which what it held becomes free. Default: one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerStatus:
-    """One worker, as it is now."""
-
-    name: str
-    state: WorkerState
-    version: PolicyVersion | None
-    """Of the weights that it was given; None for those that it was built with."""
-    num_running: int
-    """Pieces of work that it has in hand."""
-    num_restarts: int
 
 
 @dataclass(eq=False)
@@ -92,6 +51,7 @@ class _Worker(Generic[WorkerT]):
     num_restarts: int = 0
     reason: str = ""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     keeper: "asyncio.Task[None] | None" = None
 
 
@@ -172,10 +132,15 @@ class WorkerPool(Generic[WorkerT]):
             self._workers[worker.name] = worker
             worker.keeper = asyncio.create_task(self._keep(worker), name=f"keep {worker.name}")
             worker.keeper.add_done_callback(functools.partial(self._on_kept, worker))
-        await self._until(lambda: all(worker.state != "starting" for worker in joined))
+        try:
+            await self._until(lambda: all(worker.state != "starting" for worker in joined))
+        except asyncio.CancelledError:
+            for worker in joined:
+                await self._drop(worker)
+            raise
         lost = [worker for worker in joined if worker.state == "gone"]
         for worker in lost:
-            del self._workers[worker.name]
+            await self._drop(worker)
         if lost:
             raise WorkerPoolError(f"workers cannot join: {_reasons(lost)}")
 
@@ -197,11 +162,7 @@ class WorkerPool(Generic[WorkerT]):
                 await self._until(lambda: worker.num_running == 0)
         if worker.num_running:
             logger.warning("%s leaves with %d unfinished", name, worker.num_running)
-        if worker.keeper is not None:
-            worker.keeper.cancel()
-            await asyncio.gather(worker.keeper, return_exceptions=True)
-        del self._workers[name]
-        self._notify()
+        await self._drop(worker)
 
     async def publish(
         self, version: PolicyVersion, load: Callable[[Actor[WorkerT]], Awaitable[object]]
@@ -221,8 +182,13 @@ class WorkerPool(Generic[WorkerT]):
             message = f"WorkerPool.publish: version {version} after {self._version}"
             raise ValueError(message)
         self._version, self._load = version, load
-        serving = [w for w in self._workers.values() if w.state in {"serving", "leaving"}]
-        await _all_of(self._load_into(worker) for worker in serving)
+        # one that leaves may have died already, and has no actor then
+        at_work = [
+            (worker, worker.actor)
+            for worker in self._workers.values()
+            if worker.state in {"serving", "leaving"} and worker.actor is not None
+        ]
+        await _all_of(self._load_into(worker, actor) for worker, actor in at_work)
         await self._wait_for_one("the weights of version " + str(version))
 
     async def call(self, work: Callable[[Actor[WorkerT]], Awaitable[R]], *, what: str) -> R:
@@ -236,15 +202,20 @@ class WorkerPool(Generic[WorkerT]):
             GroupLostError: if the worker died or did not answer in time: to be done again.
             ActorMethodError: if the worker's method raised.
             WorkerPoolError: if no worker is left.
+
+        Whatever else `work` raises is raised as it is, and the worker stays.
         """
         worker = await self._wait_for_one(what)
         actor = worker.actor
         assert actor is not None  # noqa: S101 -- it serves
         worker.num_running += 1
+        limit = asyncio.timeout(self._limits.call_s)
         try:
-            async with asyncio.timeout(self._limits.call_s):
+            async with limit:
                 return await work(actor)
         except (ActorLostError, TimeoutError) as error:
+            if not limit.expired() and not isinstance(error, ActorLostError | WaitTimeoutError):
+                raise  # of something that `work` waited for, and no fault of the worker
             late = f"it did not answer within {self._limits.call_s:g} s (limit: call_s)"
             reason = str(error) or late
             self._num_lost += 1
@@ -311,6 +282,7 @@ class WorkerPool(Generic[WorkerT]):
         """Start an actor and have it serve until it fails."""
         worker.actor = actor = self._start(worker.name)
         worker.version, worker.num_running, worker.reason = None, 0, ""
+        worker.loading = asyncio.Lock()
         await actor.ready(timeout_s=self._limits.start_s)
         while worker.version != self._version:
             await self._load_newest(worker, actor)
@@ -335,29 +307,29 @@ class WorkerPool(Generic[WorkerT]):
             await actor.ready(timeout_s=None)
             await asyncio.sleep(1.0)
 
-    async def _load_into(self, worker: _Worker[WorkerT]) -> None:
-        actor = worker.actor
-        assert actor is not None  # noqa: S101 -- it serves
+    async def _load_into(self, worker: _Worker[WorkerT], actor: Actor[WorkerT]) -> None:
         try:
             await self._load_newest(worker, actor)
         except (ActorLostError, WaitTimeoutError) as error:
             self._give_up(worker, actor, str(error))
 
     async def _load_newest(self, worker: _Worker[WorkerT], actor: Actor[WorkerT]) -> None:
-        version, load = self._version, self._load
-        if load is None:
-            return
-        try:
-            async with asyncio.timeout(self._limits.load_s):
-                await load(actor)
-        except TimeoutError as error:
-            message = (
-                f"it did not take the weights of version {version} within "
-                f"{self._limits.load_s:g} s (limit: load_s)"
-            )
-            raise WaitTimeoutError(str(error) or message) from error
-        if worker.actor is actor:
-            worker.version = version
+        # one load after the other: the one that ends last must be that of the newest version
+        async with worker.loading:
+            version, load = self._version, self._load
+            if load is None or worker.version == version:
+                return
+            try:
+                async with asyncio.timeout(self._limits.load_s):
+                    await load(actor)
+            except TimeoutError as error:
+                message = (
+                    f"it did not take the weights of version {version} within "
+                    f"{self._limits.load_s:g} s (limit: load_s)"
+                )
+                raise WaitTimeoutError(str(error) or message) from error
+            if worker.actor is actor:
+                worker.version = version
 
     def _give_up(self, worker: _Worker[WorkerT], actor: Actor[WorkerT], reason: str) -> None:
         """Have the worker's keeper replace this actor, if it has not been already."""
@@ -367,6 +339,15 @@ class WorkerPool(Generic[WorkerT]):
         if worker.state == "serving":
             worker.state = "starting"
         worker.failed.set()
+
+    async def _drop(self, worker: _Worker[WorkerT]) -> None:
+        """Stop a worker and forget it, if nobody else has."""
+        if worker.keeper is not None:
+            worker.keeper.cancel()
+            await asyncio.gather(worker.keeper, return_exceptions=True)
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+        self._notify()
 
     def _stop(self, worker: _Worker[WorkerT]) -> None:
         if worker.actor is not None:

@@ -1,6 +1,7 @@
 """``environments.json``: what each worker of a run saw, and how much of it a page shows."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +25,10 @@ _SECRET_WORDS = frozenset(
 )
 
 
+_USER_OF_ADDRESS = re.compile(r"(?<=://)[^/?#\s]*@")
+"""As of a proxy or a database: user and password."""
+
+
 def read_environments(path: Path) -> Mapping[str, Mapping[str, str]]:
     """Worker to variable to value.
 
@@ -45,7 +50,7 @@ def read_environments(path: Path) -> Mapping[str, Mapping[str, str]]:
 
 
 def shown_value(name: str, value: str) -> str:
-    """The value, unless the variable's name says that it is secret."""
+    """The value, unless the variable's name says that it is secret; no password of an address."""
     if _SECRET_WORDS & set(name.lower().split("_")):
         return "(set, not shown)" if value else "(empty)"
-    return visible(value)
+    return visible(_USER_OF_ADDRESS.sub("(not shown)@", value))

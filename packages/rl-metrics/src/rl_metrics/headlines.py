@@ -1,5 +1,6 @@
 """The few numbers that stand on top of a report."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,10 +59,14 @@ def headlines_of(records: Sequence[StepRecord]) -> list[Headline]:
 
 
 def _rounded(value: float, decimals: int) -> str:
+    if not math.isfinite(value):  # of a step that blew up
+        return number(value)
     return f"{value:.{decimals}f}" if abs(value) < 100 else number(round(value))  # noqa: PLR2004 - three digits will do
 
 
 def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return number(seconds)
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours:

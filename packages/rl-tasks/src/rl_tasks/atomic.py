@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rl_tasks.errors import TaskError
 from rl_tasks.readers import NEEDS_PYARROW
 
 
@@ -13,13 +14,19 @@ def write_rows(rows: Sequence[Mapping[str, object]], path: Path) -> None:
 
     Raises:
         ImportError: without pyarrow; names the extra.
+        TaskError: if the rows do not fit one table, as where a field is a number in one row and a
+            text in another.
     """
     try:
         import pyarrow as pa  # noqa: PLC0415 - an extra
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ImportError(NEEDS_PYARROW) from error
-    table = pa.Table.from_pylist([dict(row) for row in rows])
+    try:
+        table = pa.Table.from_pylist([dict(row) for row in rows])
+    except (pa.ArrowException, UnicodeEncodeError) as error:
+        message = f"{path}: the rows do not fit one parquet table: {error}"
+        raise TaskError(message) from error
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -29,6 +36,9 @@ def write_rows(rows: Sequence[Mapping[str, object]], path: Path) -> None:
             # mkstemp makes files that only their owner reads
             os.fchmod(file.fileno(), 0o644)
         Path(temporary).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, pa.ArrowException):
+            message = f"{path}: the rows do not fit a parquet file: {error}"
+            raise TaskError(message) from error
         raise

@@ -27,12 +27,16 @@ from rl_tasks.sandbox import (
     ProgramResult,
     SandboxFailedError,
     SandboxLimits,
+    SandboxUnavailableError,
     check_sandbox,
     run_python,
 )
 
 _MAX_CODE = 200_000
 """Characters of a program that are run."""
+
+_MAX_TIME_LIMITS = 3
+"""Test cases that one program may run into the time limit of; those after them are not run."""
 
 _LANGUAGES = frozenset({"python", "python3", "py"})
 
@@ -47,7 +51,9 @@ names = {name: getattr(typing, name) for name in typing.__all__}
 names["__name__"] = "solution"
 with open("solution.py", "rb") as file:
     exec(compile(file.read(), "solution.py", "exec"), names)
-function = names[name] if name in names else getattr(names["Solution"](), name)
+function = names.get(name)
+if "Solution" in names and function is getattr(typing, name, None):
+    function = getattr(names["Solution"](), name)
 result = json.dumps(function(*arguments))
 with open(result_fd, "w", encoding="utf-8") as file:
     file.write(result)
@@ -100,7 +106,8 @@ class CodeAnswer:
     holds none) and ``sandbox_failed``.
 
     Raises:
-        SandboxUnavailableError: when made on a machine that cannot close a sandbox.
+        SandboxUnavailableError: when made on a machine that cannot close a sandbox, or not one
+            with these limits.
     """
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
@@ -110,7 +117,9 @@ class CodeAnswer:
         default="all", validator=attrs.validators.in_(("all", "share"))
     )
     """``all``: 1 or 0, and the first test case that fails ends the grading; ``share``: the share of
-    test cases that are passed. Default: the one that cannot be earned by special cases."""
+    test cases that are passed, where those after the third that ran out of time are not run and
+    not passed: a program that never ends would hold up the step by a time limit for each of
+    hundreds. Default: the one that cannot be earned by special cases."""
 
     tolerance: float | None = attrs.field(
         default=None,
@@ -123,8 +132,16 @@ class CodeAnswer:
     """Folders of Python packages that programs may import, read-only."""
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a machine that cannot close a sandbox, before a run and not in the middle."""
+        """Refuse what cannot be closed, before a run and not in the middle of it."""
         check_sandbox()
+        try:
+            run_python("", stdin=b"", limits=self.limits, library_paths=self.library_paths)
+        except SandboxFailedError as error:
+            message = (
+                f"CodeAnswer: this machine closes sandboxes, but not one with {self.limits} and "
+                f"library_paths = {[str(path) for path in self.library_paths]}: {error}"
+            )
+            raise SandboxUnavailableError(message) from error
 
     def __call__(
         self, text: str, *, ground_truth: str, finish_reason: FinishReason
@@ -140,7 +157,7 @@ class CodeAnswer:
             return RewardResult(value=0.0, reason="no_code")
         if len(code) > _MAX_CODE:
             return RewardResult(value=0.0, reason="code_too_long")
-        passed, reason = 0, "right"
+        passed, num_late, reason = 0, 0, "right"
         for case in tests.cases:
             try:
                 verdict = self._verdict(code, case, function=tests.function)
@@ -150,8 +167,11 @@ class CodeAnswer:
                 passed += 1
             elif reason == "right":
                 reason = verdict
+            num_late += verdict == "time_limit"
             if verdict != "right" and self.scoring == "all":
                 return RewardResult(value=0.0, reason=reason)
+            if num_late == _MAX_TIME_LIMITS:
+                break
         return RewardResult(value=passed / len(tests.cases), reason=reason)
 
     def _verdict(self, code: str, case: _Case, *, function: bool) -> str:

@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import attrs
 
@@ -60,6 +60,15 @@ class _UnparsableError(Exception):
     """The judge's answer holds no verdict."""
 
 
+class _Response(Protocol):
+    """Of httpx or httpx2, by the version of openai."""
+
+    @property
+    def status_code(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
 @final
 @attrs.frozen(kw_only=True)
 class LlmJudge:
@@ -68,8 +77,9 @@ class LlmJudge:
     The judge sees the ground truth and the completion, not the prompt; what it needs to know of
     the task belongs in `question` or in the ground truth. It is asked with ``temperature`` 0 and
     ``max_tokens``, which every server of open models reads; a server that refuses them shows as
-    ``judge_refused_400``. Needs the extra ``rl-tasks[judge]``. Safe to call from several threads;
-    blocks its own.
+    ``judge_refused_400``, as does a redirection with its own status: what is judged goes to
+    `base_url` and nowhere else. Needs the extra ``rl-tasks[judge]``. Safe to call from several
+    threads and after a fork; blocks its own thread.
 
     Reasons: ``right``, ``wrong``, ``too_long_to_judge`` (a completion of more than 50,000
     characters, worth 0); without a value ``judge_timed_out``, ``judge_unreachable``,
@@ -92,7 +102,9 @@ class LlmJudge:
     question: str = "Does the submission arrive at the same final answer as the reference?"
     """What is right; must be answerable by yes or no."""
 
-    timeout_s: float = attrs.field(default=60.0, validator=attrs.validators.gt(0.0))
+    timeout_s: float = attrs.field(
+        default=60.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(86_400.0)]
+    )
     """Seconds that one attempt may take."""
 
     max_retries: int = attrs.field(
@@ -120,7 +132,12 @@ class LlmJudge:
         if len(text) > _MAX_COMPLETION:
             return RewardResult(value=0.0, reason="too_long_to_judge")
         client = _client(
-            self.base_url, self.api_key_env, self.api_key_file, self.timeout_s, self.max_retries
+            self.base_url,
+            self.api_key_env,
+            self.api_key_file,
+            self.timeout_s,
+            self.max_retries,
+            os.getpid(),
         )
         from openai import APIConnectionError, APIStatusError, APITimeoutError  # noqa: PLC0415
 
@@ -208,12 +225,25 @@ def _read_key(variable: str | None, file: Path | None) -> str:
     return key
 
 
+def _close_if_refused(response: _Response) -> None:
+    """Leave the body of an error unread: openai would read all of it, however long it takes."""
+    if response.status_code >= 300:  # noqa: PLR2004 - HTTP's own line
+        response.close()
+
+
 @functools.cache
-def _client(
-    base_url: str, variable: str | None, file: Path | None, timeout_s: float, max_retries: int
+def _client(  # noqa: PLR0917 - a judge's fields
+    base_url: str,
+    variable: str | None,
+    file: Path | None,
+    timeout_s: float,
+    max_retries: int,
+    pid: int,
 ) -> "OpenAI":
+    """One client for each process: a fork must not share its parent's connections."""
+    del pid
     try:
-        from openai import OpenAI  # noqa: PLC0415
+        from openai import DefaultHttpxClient, OpenAI  # noqa: PLC0415
     except ImportError as error:
         message = "LlmJudge needs openai; install rl-tasks[judge]"
         raise ImportError(message) from error
@@ -222,4 +252,9 @@ def _client(
         api_key=_read_key(variable, file),
         timeout=timeout_s,
         max_retries=max_retries,
+        http_client=DefaultHttpxClient(
+            timeout=timeout_s,
+            follow_redirects=False,
+            event_hooks={"response": [_close_if_refused]},
+        ),
     )

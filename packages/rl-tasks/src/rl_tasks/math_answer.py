@@ -51,7 +51,9 @@ class MathAnswer:
     """What ``50%`` is equal to: with ``value`` to 0.5; with ``either`` also to 50, since data sets
     (MATH among them) leave the sign out of their answers. Default: lenient."""
 
-    timeout_s: float = attrs.field(default=5.0, validator=attrs.validators.gt(0.0))
+    timeout_s: float = attrs.field(
+        default=5.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(86_400.0)]
+    )
     """Seconds that one comparison may take. Default: that of math-verify."""
 
     num_workers: int = attrs.field(default=2, validator=attrs.validators.ge(1))

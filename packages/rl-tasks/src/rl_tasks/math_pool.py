@@ -50,7 +50,15 @@ def equal_by_algebra(
         return _decided(answer, ground_truth, percent, timeout_s, num_workers)
 
 
-_LOCKS = tuple(threading.Lock() for _ in range(256))
+_LOCKS = [threading.Lock() for _ in range(256)]
+
+
+def _release_after_fork() -> None:
+    """What another thread held at a fork, nobody would ever release in the child."""
+    _LOCKS[:] = [threading.Lock() for _ in _LOCKS]
+
+
+os.register_at_fork(after_in_child=_release_after_fork)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -121,11 +129,13 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rl_tasks.math_worker"],
+            # -P: no module of the folder where the run was started stands in a library's way
+            [sys.executable, "-P", "-m", "rl_tasks.math_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the run, which may want its answers graded
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:

@@ -75,7 +75,7 @@ def prepare(
     Args:
         data_set: one of `PUBLISHED`.
         source: folder that holds the published files, at any depth.
-        output: a ``.parquet`` file, replaced by one rename.
+        output: a ``.parquet`` file, replaced by one rename; not among the published ones.
         split: which part, for those that are published in parts; None for the others.
         unusable: ``error`` stops at the first row that cannot be used; ``drop`` leaves such rows
             out and counts them.
@@ -93,6 +93,12 @@ def prepare(
         message = f"expected an output file that ends in .parquet, got {output}"
         raise TaskError(message)
     files = _files(data_set, published, source, split)
+    if output.name.startswith(split or "") and output.resolve().is_relative_to(source.resolve()):
+        message = (
+            f"{output} lies among the published files of {source}: it would replace one, or be "
+            "read as one the next time; give an output outside of that folder"
+        )
+        raise TaskError(message)
     kept: dict[bytes, dict[str, object]] = {}
     answers: dict[bytes, set[str]] = {}
     dropped: Counter[str] = Counter()
@@ -196,7 +202,7 @@ def _verl_row(  # noqa: PLR0917 - a row's columns
 def _gsm8k(row: Row, split: str) -> dict[str, object]:
     question, solution = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(solution)
-    if found is None:
+    if found is None or not any(map(str.isdigit, found[1])):
         raise _MakeError("answer", f"expected '#### <number>', got {solution[-60:]!r}")
     asked = f'{question} Let\'s think step by step and output the final answer after "####".'
     return _verl_row(

@@ -71,6 +71,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def _hugging_face_rows(path: Path) -> Iterator[Row]:
     try:
         import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
+        import pyarrow as pa  # noqa: PLC0415 - datasets needs it
     except ImportError as error:
         raise ImportError(_NEEDS_DATASETS) from error
     try:
@@ -81,12 +82,22 @@ def _hugging_face_rows(path: Path) -> Iterator[Row]:
             f"and state.json: {error}"
         )
         raise TaskError(message) from error
+    except Exception as error:  # whatever datasets meets in files that are not as it wrote them
+        raise TaskError(_broken_folder(path, error)) from error
     if not isinstance(saved, datasets.Dataset):
         splits = ", ".join(str(path / name) for name in saved)
         message = f"{path}: holds several splits; give the folder of one: {splits}"
         raise TaskError(message)
     # as arrow, so that images stay bytes
-    yield from _rows_of(saved.with_format("arrow").iter(batch_size=_BATCH))
+    try:
+        yield from _rows_of(saved.with_format("arrow").iter(batch_size=_BATCH))
+    except pa.ArrowException as error:
+        raise TaskError(_broken_folder(path, error)) from error
+
+
+def _broken_folder(path: Path, error: Exception) -> str:
+    said = f"{type(error).__name__}: {error}"
+    return f"{path}: not a readable folder of datasets' save_to_disk: {said}"
 
 
 def _rows_of(batches: "Iterator[pa.RecordBatch | pa.Table]") -> Iterator[Row]:
@@ -105,7 +116,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line, parse_constant=_refuse_constant)
-            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            except (ValueError, RecursionError) as error:  # of JSON, of its encoding, of its depth
                 message = f"{path}, line {number}: expected one JSON object: {error}"
                 raise TaskError(message) from error
             if not isinstance(values, dict):

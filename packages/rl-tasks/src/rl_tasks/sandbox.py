@@ -89,7 +89,9 @@ class SandboxFailedError(RuntimeError):
 class SandboxLimits:
     """What code may use. At most `max_processes` times `memory_bytes`, plus `folder_bytes`."""
 
-    wall_s: float = attrs.field(default=10.0, validator=attrs.validators.gt(0.0))
+    wall_s: float = attrs.field(
+        default=10.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(86_400.0)]
+    )
     """Seconds from the start of Python to the end of everything. Default: that of verl's
     ``prime_code.check_correctness``, which has them for all test cases together."""
 
@@ -224,6 +226,7 @@ def _run(request: Request, stdin: bytes, limits: SandboxLimits) -> ProgramResult
                 pass_fds=(request_fd, status_out),
                 env={},
                 bufsize=0,
+                start_new_session=True,  # Ctrl-C is for the caller, who ends it or lets it end
             )
         finally:
             os.close(status_out)

@@ -95,7 +95,7 @@ def _refuse_unsupported(row: Mapping[str, object], fail: _Fail) -> None:
         if value is not None and not (isinstance(value, list | tuple) and not value):
             raise fail(column, column, f"rows with {column} are not supported; got {_shown(value)}")
     agent = row.get("agent_name")
-    if agent not in {None, "single_turn_agent"}:
+    if agent is not None and agent != "single_turn_agent":
         raise fail(
             "agent_name",
             "agent_name",
@@ -116,7 +116,7 @@ def _messages(prompt: object, fail: _Fail) -> tuple[ChatMessage, ...]:
         if not isinstance(message, Mapping):
             raise fail(field, "prompt", f"expected {{role, content}}, got {_shown(message)}")
         role, content = message.get("role"), message.get("content")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise fail(
                 f"{field}.role",
                 "prompt",
@@ -124,6 +124,12 @@ def _messages(prompt: object, fail: _Fail) -> tuple[ChatMessage, ...]:
             )
         if not isinstance(content, str):
             raise fail(f"{field}.content", "prompt", f"expected a string, got {_shown(content)}")
+        if any("\ud800" <= character <= "\udfff" for character in content):
+            raise fail(
+                f"{field}.content",
+                "prompt",
+                f"expected text, got half a character (a lone surrogate) in {_shown(content)}",
+            )
         for key in sorted(set(message) - {"role", "content"}):
             if message[key] is not None:
                 raise fail(

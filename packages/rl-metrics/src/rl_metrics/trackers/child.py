@@ -7,7 +7,6 @@ failed, after everything that was sent.
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,7 +75,10 @@ def main() -> None:
     """Serve the process that started this one."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a tracker prints is not an answer
-    serve(sys.stdin.buffer, answers)
+    requests = os.fdopen(os.dup(0), "rb")
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)  # nor are requests for what it asks, or for its own processes
+    serve(requests, answers)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,23 @@ tagged with its id: MLflow has no way to take back the steps after a checkpoint,
 
 import contextlib
 import os
+import posixpath
+import re
+from collections.abc import Mapping
 from typing import ClassVar, Literal, final
 
 import attrs
 
 from rl_metrics.atomic import write_atomically
+from rl_metrics.effective import SettingValue
 from rl_metrics.jsonl import StepRecord
 from rl_metrics.trackers.sink import TrackedRun
 from rl_metrics.trackers.validators import address_validator, filled_validator
 
 _PARAMS_PER_CALL = 100
 _PARAM_CHARACTERS = 6000
-"""MLflow's own limits, for one call and one value."""
+_NAME_CHARACTERS = 250
+"""MLflow's own limits, for one call, one value and one name."""
 
 
 @final
@@ -68,9 +73,20 @@ class MlflowSink:
             with contextlib.suppress(MlflowException):  # somebody may have deleted it
                 self._client.set_tag(earlier, "rl_metrics.replaced_by", self._run_id)
                 self._client.set_terminated(earlier, status="KILLED")
-        params = [Param(k, str(v)[:_PARAM_CHARACTERS]) for k, v in run.settings.items()]
-        for start in range(0, len(params), _PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
+        params = [
+            Param(name, value[:_PARAM_CHARACTERS])
+            for name, value in mlflow_params(run.settings).items()
+        ]
+        try:
+            for start in range(0, len(params), _PARAMS_PER_CALL):
+                self._client.log_batch(
+                    self._run_id, params=params[start : start + _PARAMS_PER_CALL]
+                )
+        except MlflowException:
+            # opening is tried again with every step, and each time would leave a run behind
+            with contextlib.suppress(MlflowException):
+                self._client.delete_run(self._run_id)
+            raise
 
     def write(self, record: StepRecord) -> None:
         """All values of the step in one call, which returns when the store has them."""
@@ -85,3 +101,21 @@ class MlflowSink:
     def close(self, *, failed: bool = False) -> None:
         """Say how the run ended."""
         self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")
+
+
+def mlflow_params(settings: Mapping[str, SettingValue]) -> dict[str, str]:
+    """Settings under names that MLflow takes, which are their own wherever it takes those.
+
+    Other characters become ``_``; two names that become the same are counted.
+    """
+    params: dict[str, str] = {}
+    for path, value in settings.items():
+        name = re.sub(r"[^\w.\-: /]", "_", path, flags=re.ASCII)[:_NAME_CHARACTERS]
+        if name != posixpath.normpath(name) or name.startswith(("/", "..")):
+            name = re.sub(r"[/.]", "_", name) or "_"
+        unique, count = name, 1
+        while unique in params:
+            count += 1
+            unique = f"{name[: _NAME_CHARACTERS - 8]}_{count}"
+        params[unique] = str(value)
+    return params

@@ -175,7 +175,7 @@ class TrackerProcess:
             answer = self._process.stdout.readline()
         except OSError:
             answer = b""
-        if not answer:
+        if not answer.endswith(b"\n"):  # nothing, or what a kill cut off
             self._note(f"its process has ended; its last words are in {self._log}")
             return False
         problem = cast("Answer", json.loads(answer))["problem"]
