@@ -328,9 +328,8 @@ def test_wrong_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_settings_without_effect_are_refused() -> None:
-    """A KL term without a reference, and a correction that would always be 1, are errors."""
+    """A correction that would always be 1, and a loss that asks for other logprobs, are errors."""
     for setting, reason in (
-        ("loop.loss.kl.coefficient=0.04", "keeps no reference policy"),
         ("loop.loss.rollout_correction.kind=token_truncation", "would always be 1"),
         ("loop.loss.kind=clip_cov", "needs the trainer's logprobs at the start of a"),
     ):
