@@ -165,6 +165,9 @@ async def node_dies(cluster: Cluster, kill: Callable[[str], None]) -> dict[str, 
                 rollouts.trained(version)
                 if version == 3:
                     kill(victim)
+                    # its workers end a little later, maybe after the few steps of this run
+                    async with asyncio.timeout(60.0):
+                        await pool._until(lambda: any(w.num_restarts for w in pool.status))
                 await rollouts.publish(version)
         status: list[JsonValue] = [[w.name, w.num_restarts] for w in pool.status]
     return {"consumed": list(consumed), "status": status}

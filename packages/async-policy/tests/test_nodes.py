@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_policy import ClusterError, JsonValue, connect, read_json
+from async_policy import Cluster, ClusterError, JsonValue, connect, read_json, reserve
 
 DRIVER = Path(__file__).with_name("nodes_driver.py")
 LIMIT_S = 300.0
@@ -105,7 +105,7 @@ def test_killed_node_is_survived(seen: Mapping[str, JsonValue]) -> None:
 
 def test_address_is_explicit() -> None:
     """No search for a cluster that happens to be there."""
-    for address in ("auto", "local", "127.0.0.1", ":6379"):
+    for address in ("auto", "local", "127.0.0.1", ":6379", "127.0.0.1:65536"):
         with (
             pytest.raises(ValueError, match=r"an address such as '127\.0\.0\.1:6379', got"),
             connect(address=address),
@@ -122,3 +122,13 @@ def test_address_where_nobody_listens_is_an_error_at_once() -> None:
         connect(address=f"127.0.0.1:{port}"),
     ):
         pass
+
+
+@pytest.mark.parametrize(("num_ranks", "num_cpus", "num_gpus"), [(0, 1, 0), (2, 0, 0), (1, -1, 2)])
+def test_a_reservation_of_nothing_is_refused(
+    num_ranks: int, num_cpus: int, num_gpus: int, tmp_path: Path
+) -> None:
+    """Before ray is asked, which has no name for it."""
+    cluster = Cluster(num_cpus=1, num_gpus=0, environment={}, log_folder=tmp_path)
+    with pytest.raises(ValueError, match=r"reserve 'engine': expected at least one rank with CPUs"):
+        reserve(cluster, "engine", num_ranks=num_ranks, num_cpus=num_cpus, num_gpus=num_gpus)

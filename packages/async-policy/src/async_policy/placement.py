@@ -88,13 +88,25 @@ def reserve(
         timeout_s: seconds to wait until a node has that much free.
 
     Raises:
+        ValueError: without a rank, or without a resource that a rank could hold.
         ClusterError: if no node has; names what was asked for and what each node has free.
     """
+    if num_ranks < 1 or min(num_cpus, num_gpus) < 0 or not num_cpus + num_gpus:
+        message = (
+            f"reserve '{name}': expected at least one rank with CPUs or GPUs, got {num_ranks} with "
+            f"{num_cpus:g} CPUs and {num_gpus:g} GPUs each"
+        )
+        raise ValueError(message)
     from ray.util import placement_group, remove_placement_group  # noqa: PLC0415 -- an extra
 
     bundle = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
     group = placement_group([bundle] * num_ranks, strategy="STRICT_PACK", name=name)
-    if not group.wait(timeout_s):
+    try:
+        is_there = group.wait(timeout_s)
+    except BaseException:  # a Ctrl-C meanwhile must not leave the resources taken
+        remove_placement_group(group)
+        raise
+    if not is_there:
         remove_placement_group(group)
         nodes = "; ".join(
             f"{node.name} has {node.num_cpus:g} CPUs and {node.num_gpus:g} GPUs in all"

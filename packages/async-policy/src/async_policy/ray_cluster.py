@@ -60,6 +60,9 @@ MAX_TEMPORARY_PREFIX = 24
 """Our folder and ray's socket names add up to 82 characters; Linux allows 107 in all."""
 
 
+MAX_PORT = 65_535
+
+
 @contextmanager
 def local_cluster(
     *,
@@ -168,7 +171,7 @@ def connect(*, address: str, environment: Mapping[str, str] | None = None) -> It
             at this address.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         message = f"connect: expected an address such as '127.0.0.1:6379', got {address!r}"
         raise ValueError(message)
     worker_environment = checked_environment(environment)
