@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import attrs
 import transformers
@@ -68,6 +68,9 @@ from rollout_vllm.sampler_host import SamplerHost
 READY_TIMEOUT_S = 600.0
 """How long an actor may take to be ready: far above the 20 to 60 s seen on two busy cores."""
 
+SAMPLE_BYTES = 2**20
+"""Of a file of weights, at each place that is looked at."""
+
 NUM_SHOWN = 6
 """Answers shown before and after."""
 
@@ -106,6 +109,14 @@ OverlongPrompts = Literal["error", "drop"]
 
 TrainLoop = Callable[[Run], Awaitable[None]]
 """Runs from the scheduler's present step to its last."""
+
+
+class Prediction(Protocol):
+    """What a run would take, as text; a `RunPlan` fits."""
+
+    @property
+    def refusals(self) -> Sequence[object]:
+        """Why it would fail; empty if it should run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +176,8 @@ class Job:
     needs: Sequence[Path] = ()
     """Files that must be there before anything starts."""
 
-    plan: Callable[[str], Sequence[str]] | None = None
-    """What the run would take of a device of this name, in lines; none where nothing says so."""
+    plan: Callable[[str], Prediction] | None = None
+    """What the run would take of a device of this name; none where nothing says so."""
 
     try_next: Sequence[str]
     """Command lines that the user may want to run after this."""
@@ -210,21 +221,31 @@ def prepare(job: Job, loop: LoopConfig, console: Console) -> Task:
 
 def identity(job: Job, loop: LoopConfig, task: Task) -> dict[str, JsonValue]:
     """What must be the same for a run to go on as the same run."""
-    model = Path(job.sampler.model)
-    weights = sorted(model.glob("*.safetensors"))
     return {
         "problems": digest(task.train),
         "held-out problems": digest(task.heldout),
         "loop.seed": loop.seed,
         "loop.groups_per_step": loop.groups_per_step,
         "loop.group_size": loop.group_size,
-        "model": hashlib.blake2b(
-            "".join(f"{path.name} {path.stat().st_size} " for path in weights).encode()
-            + (model / "config.json").read_bytes(),
-            digest_size=8,
-        ).hexdigest(),
+        "model": model_digest(Path(job.sampler.model)),
         "trainer ranks": job.parallel.world_size,
     }
+
+
+def model_digest(folder: Path) -> str:
+    """A short text that differs for another model, and for other weights of the same shapes.
+
+    A mebibyte of each file's beginning, middle and end is looked at, so that it costs nothing.
+    """
+    found = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                file.seek(place)
+                found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def digest(problems: Sequence[EncodedProblem]) -> str:

@@ -102,7 +102,10 @@ def main(
         if plan.job.plan is not None:
             device = arguments.device or ("cpu" if plan.job.sampler.device == "cpu" else "h200")
             try:
-                print_comments(f"predicted for {device}", plan.job.plan(device))
+                planned = plan.job.plan(device)
+                print_comments(f"predicted for {device}", str(planned).splitlines())
+                if planned.refusals:
+                    refusals.append(f"what is predicted for {device}: see `refused` above")
             except (ValueError, OSError) as error:
                 print_comments(f"no prediction for {device}", [str(error)])
         print_comments("refused on this machine", refusals or ["nothing: it would run"])

@@ -15,7 +15,7 @@ from conduct import Job, OverlongPrompts, Problems, RunSettings, TrainLoop
 from grpo import LoopConfig
 from plan_device import find_device
 from plan_model import read_model
-from run_plan import plan_run
+from run_plan import RunPlan, plan_run
 from tiny_models import Architecture, model_folder, sorting_problems, tiny_model
 
 from engine_fsdp import FsdpConfig, FsdpEngine, FsdpScorer
@@ -235,15 +235,15 @@ def tiny_sampler(model: str) -> VllmConfig:
     )
 
 
-def plan_of(recipe: Recipe, device: str) -> list[str]:
-    """What the run would take of a device, as lines of text; loads nothing.
+def plan_of(recipe: Recipe, device: str) -> RunPlan:
+    """What the run would take of a device; loads nothing.
 
     Prompts are taken to have 256 tokens and completions half of the longest, where there is room.
     """
     loop = recipe.loop
     sequences = loop.groups_per_step * loop.group_size
     shares_devices = recipe.sampler.enable_sleep
-    plan = plan_run(
+    return plan_run(
         engine=recipe.engine,
         sampler=recipe.sampler,
         model=read_model(str(recipe.engine.model_path)),
@@ -259,7 +259,6 @@ def plan_of(recipe: Recipe, device: str) -> list[str]:
         group_size=loop.group_size,
         reference=loop.has_kl_term,
     )
-    return str(plan).splitlines()
 
 
 def needed_files(recipe: Recipe) -> list[Path]:

@@ -16,6 +16,7 @@ from rl_tasks import ChatMessage, EncodedProblem, Problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
+from conduct import model_digest
 from grpo import Group, LoopConfig, loss_of, rows_of, sampling_seed
 
 NAN = float("nan")
@@ -148,3 +149,20 @@ def test_a_missing_rollout_logprob_has_ratio_one() -> None:
     assert policy_logprobs.grad is not None
     assert policy_logprobs.grad.tolist() == pytest.approx([0.0, -0.5, -0.5])
     assert output.metrics["mismatch/gap/fraction"].item() == 0.5
+
+
+def test_other_weights_of_the_same_shapes_are_another_model(tmp_path: Path) -> None:
+    """A fine-tune of the model that a run began with is not that model, wherever it differs."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(5 * 2**20)
+    digests = set()
+    for place in (0, 5 * 2**19, 5 * 2**20 - 1):
+        changed = bytearray(content)
+        changed[place] = 1
+        weights.write_bytes(changed)
+        digests.add(model_digest(tmp_path))
+    weights.write_bytes(content)
+    digests.add(model_digest(tmp_path))
+    assert len(digests) == 4
+    assert model_digest(tmp_path) in digests

@@ -165,8 +165,18 @@ def test_a_layout_that_does_not_fit_is_found_on_a_laptop(
     shown = capsys.readouterr().out
     assert "#   - does not fit by " in shown
     assert "#     do: " in shown
+    assert "# what is predicted for h100-80g: see `refused` above" in shown
     assert run_here(RECIPES[0], "--dry-run", "--device", "b300") == 0
     assert "# device 'b300': expected one of h200, " in capsys.readouterr().out
+
+
+def test_a_tiny_run_that_cannot_be_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three ranks cannot share four heads, on a CPU as elsewhere."""
+    three = ("--size", "tiny", "--dry-run", "engine.parallel.ulysses_size=3")
+    assert run_here(RECIPES[2], *three) == 0
+    assert "# what is predicted for cpu: see `refused` above" in capsys.readouterr().out
+    assert run_here(RECIPES[2], "--size", "tiny", "--dry-run") == 0
+    assert "# nothing: it would run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
