@@ -66,7 +66,7 @@ class ReplicaSet:
         self._dtype: Dtype = dtype
         self._slots = [_Slot(number) for number in range(config.num_replicas)]
         self._current: PublishedWeights | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="rollout-vllm-", dir=_SHARED_MEMORY))
+        self._folder: Path | None = None
         self._versions = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._updating = False
@@ -189,6 +189,8 @@ class ReplicaSet:
             WeightUpdateError: as `load_published`.
             SamplerClosedError: as `load_published`.
         """
+        if self._folder is None:  # made when it is needed: a killed process leaves it behind
+            self._folder = Path(tempfile.mkdtemp(prefix="rollout-vllm-", dir=_SHARED_MEMORY))
         published = publish_weights(
             weights, version=version, folder=self._folder, dtype=self._dtype
         )
@@ -261,7 +263,8 @@ class ReplicaSet:
         await asyncio.gather(*(self._end(replica) for replica in replicas))
         if self._current is not None:
             self._current.remove()
-        shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
 
     def _serving(self) -> list[tuple[_Slot, Replica]]:
         return [(slot, slot.replica) for slot in self._slots if slot.replica is not None]
