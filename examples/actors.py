@@ -3,12 +3,11 @@
 import asyncio
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar, cast, final
+from typing import Protocol, TypeVar, cast, final
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from rl_contracts.train import (
     StepResult,
     TrainEngine,
 )
-from rollout_vllm import PublishedWeights, VllmConfig, publish_weights
+from rollout_vllm import Dtype, PublishedWeights, VllmConfig, publish_weights
 from rollout_vllm.remote_replica import RemoteReplica
 from rollout_vllm.replica import ReplicaSetConfig, replica_config
 from rollout_vllm.replicas import ReplicaSet
@@ -32,10 +31,6 @@ from rollout_vllm.sampler_host import SamplerHost
 
 class Engine(TrainEngine, Checkpointable, PretrainedExporter, Protocol):
     """What the trainer needs of an engine: engine-fsdp and engine-veomni both fit."""
-
-
-Dtype = Literal["bfloat16", "float16", "float32"]
-"""What a sampler may take weights in."""
 
 
 class Scorer(Protocol):
@@ -220,10 +215,6 @@ class Trainer:
 
     async def _all(self, method: Callable[[TrainerRank, Path], None], folder: Path) -> None:
         await together(rank.call(method, folder) for rank in self.ranks)
-
-    def clean(self) -> None:
-        """Remove weights that no sampler took."""
-        shutil.rmtree(self._weights_folder, ignore_errors=True)
 
 
 class Samplers(Sampler, Protocol):

@@ -158,7 +158,7 @@ class Job:
     loop: TrainLoop
     """What happens in a step."""
 
-    engine_config: attrs.AttrsInstance | None
+    engine_config: attrs.AttrsInstance | None = None
     """The engine's configuration, for the record; none where that of the run holds it."""
 
     sampler: VllmConfig

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import attrs
 import torch
-from actors import Dtype, Samplers, Trainer, TrainResult
+from actors import Samplers, Trainer, TrainResult
 from jaxtyping import Float
 from torch import Tensor
 
@@ -62,6 +62,7 @@ from rl_tasks import (
     decode_completion,
     grade,
 )
+from rollout_vllm import Dtype
 
 
 @attrs.frozen(kw_only=True)

@@ -14,6 +14,7 @@ from actors import Engine, Scorer
 from conduct import Job, OverlongPrompts, Problems, RunSettings, TrainLoop
 from grpo import LoopConfig
 from plan_device import find_device
+from plan_memory import EngineConfig
 from plan_model import read_model
 from run_plan import RunPlan, plan_run
 from tiny_models import Architecture, model_folder, sorting_problems, tiny_model
@@ -23,8 +24,6 @@ from engine_veomni import VeomniConfig, VeomniEngine, VeomniScorer
 from parallel_state.process_group import init_process_group
 from rl_tasks import ExactMatch, LastNumber, MathAnswer, load_problems
 from rollout_vllm import VllmConfig
-
-EngineConfig = FsdpConfig | VeomniConfig
 
 TINY_PROMPT, TINY_COMPLETION = 16, 8
 """Longest prompt and completion of `SortingDigits`, in tokens."""
@@ -105,7 +104,7 @@ class Recipe:
     loop: LoopConfig
     """The loop."""
 
-    engine: FsdpConfig | VeomniConfig
+    engine: EngineConfig
     """What trains."""
 
     sampler: VllmConfig
@@ -148,12 +147,6 @@ class Recipe:
                 f"{self.loop.max_new_tokens} = {needed}; set it to {needed}"
             )
         problems += self._without_effect()
-        server = self.sampler.server
-        if self.num_samplers > 1 and server is not None and server.port != 0:
-            problems.append(
-                f"sampler.server.port = {server.port} with num_samplers = {self.num_samplers}: "
-                "one port has one server; set it to 0, and each takes a free one and says which"
-            )
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -193,9 +186,9 @@ class Recipe:
             )
         if self.num_samplers > 1 and sampler.server is not None and sampler.server.port != 0:
             problems.append(
-                f"num_samplers = {self.num_samplers} and sampler.server.port = "
-                f"{sampler.server.port}: they cannot share a port; set it to 0, and each takes a "
-                "free one"
+                f"sampler.server.port = {sampler.server.port} with num_samplers = "
+                f"{self.num_samplers}: one port has one server, and they cannot share a port; set "
+                "it to 0, and each takes a free one and says which"
             )
         return problems
 
@@ -212,7 +205,6 @@ def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:
         if recipe.loop.has_kl_term
         else None,
         loop=loop,
-        engine_config=None,
         sampler=recipe.sampler,
         num_samplers=recipe.num_samplers,
         prepare_model=functools.partial(prepare_model, Path(engine.model_path)),
