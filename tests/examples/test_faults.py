@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,16 +117,16 @@ def test_samplers_die_and_no_prompt_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_trainer_rank_dies_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """One of two ranks is killed; the run says so, begins again at its checkpoint, and ends."""
+    """One of two ranks is killed; the run says which, begins again at its checkpoint, and ends."""
     with running(TWO_RANKS, tmp_path, "run.checkpoint_every=5", "run.max_restarts=1") as run:
         me = psutil.Process(run.pid)
         wait_for(lambda: steps_in(tmp_path) >= 8, run, "step 7")
         ranks = named("ray::TrainerRank")(me)
         assert len(ranks) == 2
-        ranks[1].send_signal(signal.SIGKILL)
+        ranks[1].send_signal(signal.SIGKILL)  # of either rank: nothing tells processes apart
         output, _ = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == 0, output
     (folder,) = tmp_path.iterdir()
     check_every_step_once(folder)
-    assert "actor 'trainer rank 1'" in output, output
+    assert re.findall(r"actor 'trainer rank (\d)': its process died", output) in (["0"], ["1"])
     assert "(restart 1 of 1)" in output

@@ -36,6 +36,7 @@ class FakeReplica:
         self.refuses = False
         self.breaks = False
         self.stays = False
+        self.dies_in_load = False
         self.closed = 0
         self.answer = asyncio.Event()
         self.answer.set()
@@ -75,6 +76,9 @@ class FakeReplica:
         assert isinstance(published, PublishedWeights)
         assert all(path.is_file() for path in published.paths())
         await asyncio.sleep(0)
+        if self.dies_in_load:
+            self.dead = True
+        self._check()
         if self.breaks:
             self.dead = True
             raise WeightUpdateError("broke off")
@@ -102,6 +106,7 @@ class World:
         self.started: list[FakeReplica] = []
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.deaths_in_load = 0
         self.failures = 0
         self.failure: Exception = ReplicaLostError("no memory")
 
@@ -110,8 +115,12 @@ class World:
         if self.failures:
             self.failures -= 1
             raise self.failure
-        self.started.append(FakeReplica(number))
-        return self.started[-1]
+        replica = FakeReplica(number)
+        if len(self.started) > 0 and self.deaths_in_load:
+            self.deaths_in_load -= 1
+            replica.dies_in_load = True
+        self.started.append(replica)
+        return replica
 
     def newest(self, number: int) -> FakeReplica:
         return next(replica for replica in reversed(self.started) if replica.number == number)
@@ -287,6 +296,37 @@ def test_if_all_break_the_old_version_comes_back(tmp_path: Path) -> None:
         assert [world.newest(number).version for number in (0, 1)] == [1, 1]
 
     run(test, tmp_path)
+
+
+@pytest.mark.parametrize("deaths_in_load", [0, 1, 2])
+def test_if_all_die_the_next_one_loads_the_weights(tmp_path: Path, deaths_in_load: int) -> None:
+    """An update waits for a replica, up to three times; then the version before comes back."""
+
+    async def test(world: World, replicas: ReplicaSet, folder: Path) -> None:
+        world.deaths_in_load = deaths_in_load
+        world.may_start.clear()
+        world.newest(0).dead = True
+        loading = asyncio.create_task(replicas.load_published(publish(folder, 4)))
+        await asyncio.sleep(0.01)
+        assert replicas.num_serving == 0
+        assert not loading.done()
+        world.may_start.set()
+        if deaths_in_load < 2:
+            await loading
+        else:
+            with pytest.raises(
+                WeightUpdateError,
+                match=r"none of the 1 replicas could load version 4; last: replica 0: "
+                r"SamplerDiedError: vLLM's engine process died",
+            ):
+                await loading
+        await all_serve(replicas)
+        assert (
+            replicas.policy_version == world.newest(0).version == (4 if deaths_in_load < 2 else 0)
+        )
+
+    world = run(test, tmp_path, num_replicas=1, max_failed_starts=3)
+    assert len(world.started) == 2 + deaths_in_load
 
 
 def test_requests_wait_while_versions_change(tmp_path: Path) -> None:

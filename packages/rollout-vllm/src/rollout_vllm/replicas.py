@@ -11,6 +11,7 @@
 
     load_published: every replica checks ── one says no ──▶ ValueError, none was touched
                     every replica loads  ── one breaks ──▶ it is replaced, the others go on
+                                         ── all died ──▶ the first that is back loads them
                     meanwhile no new request starts, so none meets two versions by chance
 
 Knows neither processes nor Ray: it is given a function that starts replica number i. What that
@@ -29,7 +30,12 @@ from typing import Self, final
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.config import Dtype
 from rollout_vllm.engine import InFlight
-from rollout_vllm.errors import RolloutError, SamplerClosedError, WeightUpdateError
+from rollout_vllm.errors import (
+    RolloutError,
+    SamplerClosedError,
+    SamplerDiedError,
+    WeightUpdateError,
+)
 from rollout_vllm.gathered import gathered
 from rollout_vllm.replica import Replica, ReplicaLostError, ReplicaSetConfig
 from rollout_vllm.replica_choice import choose_replica
@@ -67,6 +73,7 @@ class ReplicaSet:
         self._slots = [_Slot(number) for number in range(config.num_replicas)]
         self._current: PublishedWeights | None = None
         self._folder: Path | None = None
+        self._updates = asyncio.Lock()
         self._versions = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._updating = False
@@ -215,37 +222,51 @@ class ReplicaSet:
         Raises:
             ValueError: if one replica refuses them; none was touched.
             WeightUpdateError: if no replica could load them; those that broke are replaced by ones
-                with the weights before.
-            SamplerClosedError: if the set is closed.
+                with the weights before. If all died meanwhile, those that come back are tried,
+                `ReplicaSetConfig.max_failed_starts` times in all.
+            SamplerClosedError: if the set is closed, or has given up.
         """
-        async with self._versions:
-            self._check_open()
+        async with self._updates:
             self._updating = True
             try:
-                serving = self._serving()
-                await self._everywhere(
-                    serving, lambda replica: replica.check_published(published), lost_on=()
-                )
-                # from here on a replica either has the new weights or is replaced
-                loaded = await self._everywhere(
-                    self._serving(),
-                    lambda replica: replica.load_published(
-                        published, keep=True, in_flight=in_flight
-                    ),
-                    lost_on=(ValueError, RolloutError),
-                )
-                if not loaded:
-                    raise WeightUpdateError(
-                        f"load_published: none of the {len(serving)} replicas that served could "
-                        f"load version {published.version}"
-                    )
-                before, self._current = self._current, published
-                self._policy_version = published.version
+                before = await self._load_on_all(published, in_flight)
             finally:
                 self._updating = False
                 await self._notify()
         if before is not None and before.folder != published.folder:
             before.remove()
+
+    async def _load_on_all(
+        self, published: PublishedWeights, in_flight: InFlight
+    ) -> PublishedWeights | None:
+        """Bring every replica to them; returns those that they had before."""
+        for _ in range(self._config.max_failed_starts):
+            await self._until_one_serves()
+            async with self._versions:
+                await self._everywhere(lambda replica: replica.check_published(published))
+                # from here on a replica either has the new weights or is replaced
+                errors = await self._everywhere(
+                    lambda replica: replica.load_published(
+                        published, keep=True, in_flight=in_flight
+                    ),
+                    lost_on=(ValueError, RolloutError),
+                )
+                if None in errors:
+                    before, self._current = self._current, published
+                    self._policy_version = published.version
+                    return before
+            if not all(isinstance(error, ReplicaLostError | SamplerDiedError) for error in errors):
+                break  # it was not for a death that they did not load, so they would not again
+        raise WeightUpdateError(
+            f"load_published: none of the {len(self._slots)} replicas could load version "
+            f"{published.version}; last: {self.losses[-1]}"
+        )
+
+    async def _until_one_serves(self) -> None:
+        """Wait for a replica: one that died may be all there was, and another one is starting."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed is not None or self._serving())
+        self._check_open()
 
     async def close(self) -> None:
         """End all replicas and remove the files; may be called twice."""
@@ -293,12 +314,11 @@ class ReplicaSet:
 
     async def _everywhere(
         self,
-        serving: Sequence[tuple[_Slot, Replica]],
         act: Callable[[Replica], Awaitable[None]],
         *,
-        lost_on: tuple[type[Exception], ...],
-    ) -> list[_Slot]:
-        """Do it on all at once; those that are lost are replaced, and the others returned."""
+        lost_on: tuple[type[Exception], ...] = (),
+    ) -> list[Exception | None]:
+        """Do it on all that serve at once; those that are lost are replaced, with these errors."""
         limit = self._config.update_timeout_s
         lost: tuple[type[Exception], ...] = (
             ReplicaLostError,
@@ -306,23 +326,25 @@ class ReplicaSet:
             TimeoutError,
             *lost_on,
         )
+        errors: list[Exception | None] = []
 
-        async def one(slot: _Slot, replica: Replica) -> bool:
+        async def one(slot: _Slot, replica: Replica) -> None:
             try:
                 async with asyncio.timeout(limit):
                     await act(replica)
             except lost as error:
                 self._lose(slot, replica, error)
-                return False
-            return True
+                errors.append(error)
+            else:
+                errors.append(None)
 
         results = await asyncio.gather(
-            *(one(slot, replica) for slot, replica in serving), return_exceptions=True
+            *(one(slot, replica) for slot, replica in self._serving()), return_exceptions=True
         )
         for result in results:
-            if isinstance(result, BaseException):
+            if result is not None:
                 raise result
-        return [slot for (slot, _), done in zip(serving, results, strict=True) if done]
+        return errors
 
     def _lose(self, slot: _Slot, replica: Replica, error: Exception) -> None:
         """A replica is gone: let its requests go elsewhere, and start another one."""
