@@ -7,7 +7,8 @@ the machine can do: the matrix product and NCCL's all-gather. Prints tables and 
     torchrun --nproc-per-node 2 benchmarks/veomni_step.py \
         --output benchmarks/results/veomni_step.json
 
-``--tiny --device cpu`` shows that it runs.
+``--tiny --device cpu`` shows that it runs, and ``--small --export --device cpu`` counts what an
+export copies: 128 experts of a layer, four layers.
 """
 
 import argparse
@@ -22,20 +23,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import grouped_mm
+from veomni_export import measure_export
 
 from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine
 from engine_veomni.config import ExpertKernel
 from parallel_state import ExtraParallelSizes, ParallelState
-from parallel_state.gather import gather_full
 from parallel_state.process_group import init_process_group
 from rl_contracts.train import LossOutput, PackedBatch
 
@@ -77,6 +77,18 @@ TINY = Sizes(
     num_kv_heads=2,
     head_dim=16,
     vocab=512,
+    length=32,
+)
+
+SMALL = Sizes(
+    num_layers=4,
+    hidden=512,
+    inner=192,
+    num_experts=128,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab=16384,
     length=32,
 )
 
@@ -269,41 +281,19 @@ def profile(work: Callable[[], object], device: torch.device) -> None:
         )
 
 
-def unstreamed(engine: VeomniEngine) -> None:
-    """Gather each stack of experts at once, as other engines do, and take it apart."""
-    group = engine._policy.state.ep_group  # noqa: SLF001
-    for parameter in engine._policy.model.parameters():  # noqa: SLF001
-        whole = cast("DTensor", parameter.detach().to(torch.bfloat16)).full_tensor()
-        if group is not None and whole.ndim == 3:  # noqa: PLR2004 - a stack
-            shares = [torch.empty_like(whole) for _ in range(group.size())]
-            dist.all_gather(shares, whole, group=group)
-            whole = torch.cat(shares)
-
-
-def gathered(engine: VeomniEngine) -> None:
-    """The gather of an export alone: whole stacks, not yet one tensor per expert."""
-    stacks = [
-        (name, parameter)
-        for name, parameter in engine._policy.model.named_parameters()  # noqa: SLF001
-        if parameter.ndim == 3  # noqa: PLR2004 - a stack
-    ]
-    group, max_bytes = engine._policy.state.ep_group, engine.config.export_max_bytes  # noqa: SLF001
-    for _, whole in gather_full(stacks, group, max_bytes, dtype=torch.bfloat16):
-        del whole
-
-
-def streamed(engine: VeomniEngine) -> int:
-    """Run an export to its end, and count its bytes."""
-    num_bytes = 0
-    for weight in engine.export_weights():
-        num_bytes += weight.tensor.nbytes
-        del weight
-    return num_bytes
-
-
 def stack_bytes(sizes: Sizes) -> int:
     """Bytes of all experts in bfloat16."""
     return sizes.num_layers * sizes.num_experts * 3 * sizes.hidden * sizes.inner * 2
+
+
+def export(engine: VeomniEngine, sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """Exports of one engine."""
+    return measure_export(
+        engine,
+        stack_bytes=stack_bytes(sizes),
+        seconds=lambda work: seconds(work, device, repeats=3),
+        peak_bytes=lambda work: peak_bytes(work, device),
+    )
 
 
 def measure(
@@ -313,8 +303,10 @@ def measure(
     device: torch.device,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Steps and exports of one variant."""
+    """Steps and exports of one variant; or exports alone."""
     engine = build(folder, variant, device)
+    if arguments.export:
+        return export(engine, sizes, device)
     given = [batch(sizes)]
 
     def step() -> None:
@@ -327,24 +319,12 @@ def measure(
     peak = peak_bytes(step, device)
     resident = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     tokens = SEQUENCES * sizes.length * dist.get_world_size()
-    num_bytes = streamed(engine)
-    export_s = seconds(partial(streamed, engine), device, repeats=2)
     return {
         "step_s": step_s,
         "tokens_per_s": tokens / step_s,
         "tflops_per_rank": tokens * sizes.flops_per_token() / step_s / 1e12 / dist.get_world_size(),
         "peak_gib": (resident + peak) / 2**30,
-        "export_s": export_s,
-        "export_gib": num_bytes / 2**30,
-        # every rank receives all but its own share
-        "export_received_gbs": num_bytes * (1 - 1 / dist.get_world_size()) / export_s / 1e9,
-        "gather_gbs": stack_bytes(sizes)
-        * (1 - 1 / dist.get_world_size())
-        / seconds(partial(gathered, engine), device, repeats=3)
-        / 1e9,
-        "export_peak_mib": peak_bytes(partial(streamed, engine), device) / MIB,
-        "unstreamed_peak_mib": peak_bytes(partial(unstreamed, engine), device) / MIB,
-        "unstreamed_s": seconds(partial(unstreamed, engine), device, repeats=2),
+        **export(engine, sizes, device),
     }
 
 
@@ -362,12 +342,21 @@ def show_machine(result: dict[str, Any]) -> None:
 def show_variant(name: str, found: dict[str, float], limits: dict[str, float]) -> None:
     """Print one variant as shares of what the machine reaches."""
     limit = limits["gather_gbs"] or 1.0  # 0 on one rank
+    step = ""
+    if "tokens_per_s" in found:
+        step = (
+            f"{found['tokens_per_s']:9.0f} tokens/s "
+            f"{found['tflops_per_rank'] / limits['matrix_tflops']:6.1%} of the product "
+            f"{found['peak_gib']:6.1f} GiB; "
+        )
     print(
-        f"{name:36} {found['tokens_per_s']:9.0f} tokens/s "
-        f"{found['tflops_per_rank'] / limits['matrix_tflops']:6.1%} of the product "
-        f"{found['peak_gib']:6.1f} GiB; export {found['export_s']:.2f} s "
+        f"{name:36} {step}export {found['export_s']:.2f} s "
         f"{found['export_received_gbs'] / limit:6.1%} of the all-gather (its stacks alone "
-        f"{found['gather_gbs'] / limit:6.1%}), peak {found['export_peak_mib']:.0f} MiB; "
+        f"{found['gather_gbs'] / limit:6.1%}), {found['export_copies']:.0f} copies of "
+        f"{found['export_copied_per_byte']:.2f} bytes per byte, {found['export_collectives']:.0f} "
+        f"collectives, peak {found['export_peak_mib']:.0f} MiB; with a copy of each expert "
+        f"{found['cloned_over_export']:.2f} times as long, {found['cloned_copies']:.0f} copies of "
+        f"{found['cloned_copied_per_byte']:.2f}; "
         f"unstreamed {found['unstreamed_peak_mib']:.0f} MiB in {found['unstreamed_s']:.2f} s",
         flush=True,
     )
@@ -382,9 +371,11 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--match", default="", help="only variants whose name holds this")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="sizes to measure exports on a CPU by")
+    parser.add_argument("--export", action="store_true", help="measure no steps")
     arguments = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    sizes = TINY if arguments.tiny else Sizes()
+    sizes = TINY if arguments.tiny else SMALL if arguments.small else Sizes()
     device = torch.device("cpu")
     if arguments.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -401,7 +392,7 @@ def main() -> None:
         "tokens_per_rank": SEQUENCES * sizes.length,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "machine": machine(device, tiny=arguments.tiny),
+        "machine": machine(device, tiny=arguments.tiny or arguments.small),
         "products": products(sizes, device),
         "variants": {},
     }

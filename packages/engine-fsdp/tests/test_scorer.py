@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine_fsdp import FsdpConfig, FsdpEngine, FsdpScorer, OptimConfig
-from engine_fsdp.parking import Parked
+from parallel_state.parking import Parked
 from rl_contracts.packing import pack
 from rl_contracts.rollout import PolicyVersion, Trajectory
 from rl_contracts.train import LossOutput, PackedBatch

@@ -5,22 +5,36 @@ down: a barrier says that all are done, and the process ends.
 """
 
 import functools
-import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from memory_checks import (
+    check_device_memory,
+    check_export_copies_no_expert,
+    check_host_memory,
+    check_offload,
+)
+from rank_checks import (
+    DEVICE,
+    ON_CUDA,
+    assert_bit_equal,
+    assert_near,
+    check_against_reference,
+    exported,
+    make_engine,
+    raised,
+)
+from router_checks import check_balancing, check_router, check_sampler_routes
 from safetensors.torch import load_file
 from scenario_data import (
     EPS,
     LEARNING_RATE,
-    TEMPERATURE,
     VOCAB_SIZE,
     batch,
     batches_of,
@@ -30,99 +44,13 @@ from scenario_data import (
 )
 from torch import Tensor
 
-from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine, VeomniScorer
+from engine_veomni import OptimConfig, VeomniEngine, VeomniScorer
 from engine_veomni.build import check_experts
-from engine_veomni.export import local_shard
 from engine_veomni.veomni_state import VeomniState
 from parallel_state import ExtraParallelSizes, ParallelState
 from parallel_state.process_group import init_process_group
 from rl_contracts.testing.engine_contract import ENGINE_CHECKS, EngineUnderTest
 from rl_contracts.train import LossOutput, PackedBatch
-
-RANK = int(sys.argv[2])
-ON_CUDA = sys.argv[1].startswith("cuda")
-DEVICE = torch.device("cuda", RANK) if ON_CUDA else torch.device("cpu")
-ATOL = 5e-5 if ON_CUDA else 1e-5
-"""Largest difference in float32, in nats: CUDA adds up in another order."""
-
-
-def make_engine(
-    folder: Path,
-    *,
-    ep: int,
-    dp_replicate_size: int = 1,
-    ulysses_size: int = 1,
-    **changes: Any,  # noqa: ANN401
-) -> VeomniEngine:
-    settings: dict[str, Any] = {
-        "model_path": str(folder),
-        "compute_dtype": "float32",
-        "temperature": TEMPERATURE,
-        "parallel": ParallelState(
-            dp_size=dist.get_world_size() // ulysses_size,
-            dp_replicate_size=dp_replicate_size,
-            ulysses_size=ulysses_size,
-            extra_parallel_sizes=ExtraParallelSizes.of(ep=ep),
-        ),
-        "optim": OptimConfig(
-            learning_rate=LEARNING_RATE, eps=EPS, weight_decay=0.01, max_grad_norm=None
-        ),
-        **changes,
-    }
-    config = VeomniConfig(**settings)
-    return VeomniEngine(config, device=DEVICE)
-
-
-def exported(engine: VeomniEngine) -> dict[str, Tensor]:
-    weights = list(engine.export_weights())
-    found = dict(weights)
-    assert len(found) == len(weights)
-    return {name: tensor.cpu() for name, tensor in found.items()}
-
-
-def assert_bit_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    for name, tensor in expected.items():
-        difference = (found[name] - tensor).abs().max().item()
-        assert difference <= atol, f"{name} differs by {difference}"
-
-
-def raised(kind: type[Exception], action: Callable[[], object]) -> str:
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"expected {kind.__name__}")
-
-
-def check_against_reference(engine: VeomniEngine, folder: Path) -> None:
-    """Logprobs, loss, gradient and one step are those of plain transformers on one process."""
-    parallel = engine.config.parallel
-    reference = load_file(folder / "reference.safetensors")
-    assert_bit_equal(exported(engine), read_folder(folder / "model"))
-    batches = batches_of(dist.get_rank() // parallel.ulysses_size, parallel.dp_size)
-    for given, logprobs in zip(batches, engine.logprobs(batches), strict=True):
-        pieces = logprobs.cpu().split(given.cu_seqlens.diff().tolist())
-        for name, piece in zip(given.trajectory_ids, pieces, strict=True):
-            difference = (piece - reference[name]).abs().max().item()
-            assert difference < ATOL, f"{name} differs by {difference} nats"
-    metrics = engine.forward_backward(batches, loss_fn)
-    assert abs(metrics["loss"] - reference["loss"].item()) < ATOL, metrics
-    assert abs(metrics["tokens"] - 1.0) < 1e-6, metrics
-    # a pass without gradient in between: weights that it left gathered would escape the step
-    engine.logprobs(batches)
-    step = engine.optim_step()
-    assert step.policy_version == engine.policy_version == 1
-    norm = reference["norm"].item()
-    assert abs(step.grad_norm - norm) < ATOL * max(1.0, norm), (step.grad_norm, norm)
-    assert_near(exported(engine), read_folder(folder / "stepped"), atol=ATOL / 10)
 
 
 def check_errors(engine: VeomniEngine) -> None:
@@ -264,65 +192,6 @@ def check_resume(engine: VeomniEngine, folder: Path, *, ep: int) -> None:
     raised(FileExistsError, lambda: engine.save_checkpoint(folder / f"checkpoint-{ep}"))
 
 
-def check_router(folder: Path) -> None:
-    """Tokens are trained with the experts of their logprobs, though the routers moved since."""
-    batches = batches_of(dist.get_rank(), dist.get_world_size())
-    mismatches, moved = [], []
-    for replay in ("logprobs", "none"):
-        engine = make_engine(
-            folder / "model",
-            ep=2,
-            router_replay=replay,
-            router_statistics=True,
-            activation_checkpointing=True,
-        )
-        if replay == "logprobs":
-            text = raised(ValueError, lambda: engine.forward_backward(batches, loss_fn))  # noqa: B023
-            assert "on rank 0, trajectory row-0 was not in the last call of logprobs" in text, text
-        proximal = dict(zip(map(id, batches), engine.logprobs(batches), strict=True))
-        router = engine._router
-        assert router is not None
-        mismatch: list[float] = []
-        differing: list[float] = []
-
-        def compared(policy_logprobs: Tensor, batch: PackedBatch) -> LossOutput:
-            (before,) = (
-                proximal[id(given)]  # noqa: B023
-                for given in batches
-                if given.trajectory_ids == batch.trajectory_ids
-            )
-            mismatch.append((policy_logprobs - before).abs().sum().item())  # noqa: B023
-            return loss_fn(policy_logprobs, batch)
-
-        engine.forward_backward(batches, compared)
-        assert max(mismatch) < ATOL, mismatch
-        mismatch.clear()
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for name, parameter in engine._policy.model.named_parameters():
-            if name.endswith(".gate.weight"):
-                shard = local_shard(parameter.detach())
-                shard += 0.1 * torch.randn(shard.shape, generator=generator)
-        engine.forward_backward(batches, compared)
-        statistics = engine.router_statistics()
-        assert all(1.0 <= load <= 8.0 for load in statistics.load_max_over_mean), statistics
-        assert all(0.0 < entropy < math.log(8) for entropy in statistics.entropy), statistics
-        last = batches[-1]
-        for layer, routes in sorted(router._seen.items()):
-            before = reference_routes(folder, last)[:, layer]
-            differing.append((routes.sort(dim=1).values != before).float().mean().item())
-        moved.append(sum(differing))
-        mismatches.append(sum(mismatch))
-    assert moved[0] == 0.0, moved
-    assert moved[1] > 0.0, moved
-    assert mismatches[0] < mismatches[1], mismatches
-
-
-def reference_routes(folder: Path, given: PackedBatch) -> Tensor:
-    """Sorted experts of each token and layer under the first weights, as plain transformers say."""
-    routes = load_file(folder / "reference.safetensors")
-    return torch.cat([routes[f"routes-{name}"] for name in given.trajectory_ids]).long()
-
-
 def two_ranks(folder: Path) -> None:
     spread = make_engine(folder / "model", ep=2)
     sharding = spread.expert_sharding
@@ -337,6 +206,8 @@ def two_ranks(folder: Path) -> None:
     first = spread.logprobs(batches_of(dist.get_rank(), 2))
     assert all(torch.equal(*pair) for pair in zip(scored, first, strict=True))
 
+    check_export_copies_no_expert(spread)
+    check_export_copies_no_expert(whole)
     check_guards(spread)
     check_malformed(spread)
     check_errors(spread)
@@ -371,6 +242,19 @@ def two_ranks(folder: Path) -> None:
         for n in (0, 1)
     )
     assert torch.equal(weights[f"{prefix}.1.down_proj.weight"], torch.arange(9.0, 18.0).view(3, 3))
+
+
+def two_ranks_routers(folder: Path) -> None:
+    """The balancing loss, and routes of a sampler."""
+    check_balancing(folder)
+    check_sampler_routes(folder)
+
+
+def two_ranks_memory(folder: Path) -> None:
+    """Experts spread over two ranks, and weights sharded over them, away and back."""
+    for ep in (2, 1):
+        check_host_memory(folder, ep=ep)
+    check_offload(folder)
 
 
 def two_ranks_bfloat16(folder: Path) -> None:
@@ -446,6 +330,7 @@ def check_empty_experts() -> None:
 def cuda(folder: Path) -> None:
     """One GPU: the contract, plain transformers in float32, and both expert kernels in bfloat16."""
     contract(folder)
+    check_device_memory(folder)
     check_empty_experts()
     norms = [
         check_bfloat16(folder, ep=1, expert_kernel="grouped_mm"),

@@ -1,5 +1,6 @@
 """Plain transformers, in a process that VeOmni never enters: models, logprobs, one AdamW step."""
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from scenario_data import (
     ADVANTAGES,
+    BALANCE,
     DENSE_NAMES,
     EPS,
     LEARNING_RATE,
@@ -28,6 +30,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 
 def row_logprobs(model: torch.nn.Module, index: int) -> torch.Tensor:
@@ -45,6 +48,37 @@ def row_routes(model: torch.nn.Module, index: int) -> torch.Tensor:
     top_k = MODEL_ARGS["num_experts_per_tok"]
     chosen = [logits.topk(top_k).indices.sort().values for logits in output.router_logits]
     return torch.stack(chosen, dim=1)
+
+
+def balancing_loss(model: torch.nn.Module) -> torch.Tensor:
+    """Of all rows at once: transformers' loss is no sum over rows."""
+    rows = [
+        model(input_ids=row(index)[None], use_cache=False, output_router_logits=True).router_logits
+        for index in range(len(LENGTHS))
+    ]
+    layers: Any = tuple(torch.cat(layer) for layer in zip(*rows, strict=True))
+    loss = load_balancing_loss_func(
+        layers, MODEL_ARGS["num_experts"], MODEL_ARGS["num_experts_per_tok"]
+    )
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+def write_balanced(model: PreTrainedModel, folder: Path) -> None:
+    """The model after one step along the loss and the balancing loss; ends with both."""
+    logprobs = [row_logprobs(model, index).sum() for index in range(len(LENGTHS))]
+    loss = -(torch.tensor(ADVANTAGES) * torch.stack(logprobs)).sum() / num_loss_tokens()
+    balancing = balancing_loss(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
+    (loss + BALANCE * balancing).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    optimizer.step()
+    model.save_pretrained(folder / "balanced")
+    save_file(
+        {"balancing": balancing.detach(), "loss": loss.detach(), "norm": norm},
+        folder / "balanced.safetensors",
+    )
 
 
 def new_model(args: dict[str, Any]) -> Qwen3MoeForCausalLM:
@@ -80,6 +114,7 @@ def write_reference(model: PreTrainedModel, folder: Path) -> None:
     routes = {}
     if isinstance(model, Qwen3MoeForCausalLM):
         routes = {f"routes-row-{index}": row_routes(model, index) for index in range(len(LENGTHS))}
+        write_balanced(copy.deepcopy(model), folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
     sums = torch.stack([logprobs[f"row-{index}"].sum() for index in range(len(LENGTHS))])
     loss = -(torch.tensor(ADVANTAGES) * sums).sum() / num_loss_tokens()

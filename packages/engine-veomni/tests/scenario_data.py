@@ -22,6 +22,9 @@ LEARNING_RATE = 0.1
 EPS = 1.0
 """With an eps of 1 the first step is nearly linear in the gradient, so it shows every part."""
 
+BALANCE = 0.5
+"""Coefficient of the balancing loss where it is on: large enough to be seen in a step."""
+
 MODEL_ARGS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,

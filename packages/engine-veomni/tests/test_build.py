@@ -8,7 +8,12 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_veomni import OptimConfig, VeomniConfig
-from engine_veomni.build import check_model_config, read_model_config
+from engine_veomni.build import (
+    check_model_config,
+    check_replay,
+    read_model_config,
+    router_shape,
+)
 from parallel_state import ExtraParallelSizes, ParallelState
 
 
@@ -57,7 +62,7 @@ def test_a_dense_model_has_no_experts_to_spread(dense: Qwen3Config | Qwen3MoeCon
 def test_another_model_is_sent_to_the_other_engine() -> None:
     """The message names what is supported and what would work."""
     with pytest.raises(
-        ValueError, match=r"qwen3 or qwen3_moe, got 'llama'; engine-fsdp trains any"
+        ValueError, match=r"qwen3 or qwen3_moe or .*, got 'llama'; engine-fsdp trains any"
     ):
         check_model_config(LlamaConfig(), over())
 
@@ -86,6 +91,30 @@ def test_a_model_setting_that_would_not_be_followed_is_refused(name: str, value:
     """VeOmni's experts know SwiGLU alone, and the passes of this engine draw nothing."""
     with pytest.raises(ValueError, match=rf"expected {name} .* got {value!r}, which this engine"):
         check_model_config(moe(**{name: value}), over())
+
+
+def test_the_models_own_balancing_loss_is_sent_to_the_setting() -> None:
+    """The model would compute it of each micro-batch."""
+    with pytest.raises(ValueError, match=r"set router_aux_loss_coef of the VeomniConfig"):
+        check_model_config(moe(output_router_logits=True), over())
+
+
+def test_routes_of_a_sampler_are_for_models_whose_layers_all_have_experts() -> None:
+    """With dense layers between them, which layer is which is not known."""
+    config = VeomniConfig(
+        model_path="model", optim=OptimConfig(learning_rate=1e-5), router_replay="rollout"
+    )
+    even, uneven = moe(), moe(num_hidden_layers=3, mlp_only_layers=[0])
+    shape = router_shape(even)
+    assert shape is not None
+    assert (shape.num_layers, shape.num_experts, shape.top_k) == (2, 6, 8)
+    check_replay(config, even, shape)
+    with pytest.raises(ValueError, match=r"experts in 2 of 3 layers: .* set router_replay to 'log"):
+        check_replay(config, uneven, router_shape(uneven))
+    other = VeomniConfig(
+        model_path="model", optim=OptimConfig(learning_rate=1e-5), router_replay="logprobs"
+    )
+    check_replay(other, uneven, router_shape(uneven))
 
 
 def test_a_sliding_window_is_refused() -> None:

@@ -22,7 +22,13 @@ def test_other_degrees_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("router_replay", "logprobs"), ("router_statistics", True)]
+    ("name", "value"),
+    [
+        ("router_replay", "logprobs"),
+        ("router_replay", "rollout"),
+        ("router_statistics", True),
+        ("router_aux_loss_coef", 0.1),
+    ],
 )
 def test_slices_have_no_routes_of_their_own(name: str, value: object) -> None:
     """What is kept of a micro-batch's routes has no place for ranks that hold a slice of it."""
@@ -69,3 +75,14 @@ def test_temperatures_that_are_no_numbers_are_refused(temperature: float) -> Non
         ValueError, match=rf"temperature: expected a finite number, got {temperature}"
     ):
         attrs.evolve(CONFIG, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("router_replay", "sampler"), ("offload", "optimizer"), ("router_aux_loss_coef", -0.1)],
+)
+def test_values_that_mean_nothing_here_are_refused(name: str, value: object) -> None:
+    """With the setting's name; VeOmni has no offload of the optimizer alone."""
+    changes: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=rf"'{name}' must be "):
+        attrs.evolve(CONFIG, **changes)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from engine_veomni import OptimConfig, VeomniConfig
-from engine_veomni.devices import check_device, check_expert_settings
+from engine_veomni.devices import check_device, check_expert_settings, check_offload
 from parallel_state.process_group import init_process_group
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -52,6 +52,7 @@ def test_cuda_over_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "reason"),
     [
         ({"router_replay": "logprobs"}, "router_replay = 'logprobs' has no effect"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef = 0.1 has no effect"),
         ({"router_statistics": True}, "router_statistics = True has no effect"),
         ({"expert_kernel": "veomni"}, "expert_kernel = 'veomni' has no effect"),
     ],
@@ -84,3 +85,13 @@ def test_veomnis_kernels_on_cuda_take_bfloat16_only() -> None:
     config = attrs.evolve(CONFIG, expert_kernel="veomni", compute_dtype="float32")
     with pytest.raises(ValueError, match=r"bfloat16 only, got compute_dtype 'float32'; set expert"):
         check_expert_settings(config, hidden_size=32, inner_size=16, device=CUDA)
+
+
+def test_offload_is_for_gpus() -> None:
+    """On a CPU everything is in the host's memory: the setting would do nothing."""
+    check_offload(CPU, offload="none")
+    check_offload(CUDA, offload="parameters")
+    with pytest.raises(
+        ValueError, match=r"'parameters' has no effect on a CPU .* offload = 'none'"
+    ):
+        check_offload(CPU, offload="parameters")

@@ -83,6 +83,16 @@ def test_two_ranks_equal_plain_transformers(folder: Path) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0.0)
 
 
+def test_two_ranks_balance_and_replay(folder: Path) -> None:
+    """The balancing loss is transformers', and a sampler's routes lower the mismatch KL."""
+    run_ranks("two_ranks_routers", 2, folder)
+
+
+def test_two_ranks_lend_their_memory(folder: Path) -> None:
+    """Trips to host memory leave no trace in training; offload is refused where it does nothing."""
+    run_ranks("two_ranks_memory", 2, folder)
+
+
 def test_two_ranks_in_bfloat16(folder: Path) -> None:
     """In bfloat16 with activation checkpointing, weights are exported as they are computed with."""
     run_ranks("two_ranks_bfloat16", 2, folder)

@@ -1,5 +1,8 @@
 """What holds of packing by token budget."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -63,6 +66,46 @@ def test_a_rank_without_rows_gets_a_token_outside_the_mask() -> None:
     assert second.trajectory_ids == (PADDING_ID,)
     assert second.loss_mask.tolist() == [False]
     assert second.advantages.tolist() == [0.0]
+
+
+def _routed(row: Trajectory, *, layers: int = 2) -> Trajectory:
+    """Expert ``10 * token + layer`` for each token but the last."""
+    tokens, numbers = np.arange(len(row.token_ids) - 1), np.arange(layers)
+    return replace(row, routed_experts=(10 * tokens[:, None] + numbers)[:, :, None])
+
+
+def test_experts_are_packed_beside_their_tokens() -> None:
+    """Rows of 3 and 2 tokens in two layers; the sampler says nothing of a row's last token."""
+    [[batch]] = pack([_routed(row) for row in _rows(3, 2)], [1.0, -1.0], max_tokens=5)
+    routes = batch.to(torch.device("cpu")).routed_experts
+    assert routes is not None
+    assert routes.dtype == torch.int16
+    assert routes[:, :, 0].tolist() == [[0, 1], [10, 11], [-1, -1], [0, 1], [-1, -1]]
+    [_, [padding]] = pack([_routed(row) for row in _rows(4)], [1.0], max_tokens=4, num_ranks=2)
+    assert padding.trajectory_ids == (PADDING_ID,)
+    assert padding.routed_experts is not None
+    assert padding.routed_experts.tolist() == [[[-1], [-1]]]
+    [[plain]] = pack(_rows(3, 2), [1.0, -1.0], max_tokens=5)
+    assert plain.routed_experts is None
+
+
+def test_rows_with_and_without_experts_are_not_packed_together() -> None:
+    """The others would train without replay, and nobody would know."""
+    first, second = _rows(3, 2)
+    with pytest.raises(ValueError, match=r"of all trajectories or of none, .* got those of 1 of 2"):
+        pack([_routed(first), second], [1.0, 1.0], max_tokens=5)
+    with pytest.raises(ValueError, match=r"of sizes \(2, 1\), \(3, 1\)$"):
+        pack([_routed(first), _routed(second, layers=3)], [1.0, 1.0], max_tokens=5)
+
+
+def test_experts_of_another_shape_or_type_are_refused() -> None:
+    """One entry per token, of the type that says -1 for none."""
+    [[batch]] = pack([_routed(row) for row in _rows(3, 2)], [1.0, -1.0], max_tokens=5)
+    assert batch.routed_experts is not None
+    with pytest.raises(ValueError, match=r"shape \(5, layers, .* got \(4, 2, 1\) and torch.int16"):
+        replace(batch, routed_experts=batch.routed_experts[1:])
+    with pytest.raises(ValueError, match=r"type torch.int16, got \(5, 2, 1\) and torch.uint8"):
+        replace(batch, routed_experts=batch.routed_experts.to(torch.uint8))
 
 
 def test_micro_batches_are_balanced() -> None:

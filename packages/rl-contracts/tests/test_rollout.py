@@ -1,8 +1,10 @@
 """The nouns check, where data is made, that their parts belong together."""
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
@@ -41,6 +43,35 @@ def test_a_trajectory_joins_prompt_and_completion() -> None:
     assert row.loss_mask == (False, False, False, True, True)
     assert row.rollout_logprobs == (0.0, 0.0, 0.0, -0.5, -0.25)
     assert (row.oldest_version, row.newest_version) == (0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RoutedCompletion(Completion):
+    """As a sampler of a mixture of experts returns it."""
+
+    routed_experts: "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+def test_a_trajectory_carries_the_experts_of_its_tokens() -> None:
+    """Four of five tokens have them; they say nothing about whether two trajectories are equal."""
+    given = completion()
+    routes = np.arange(8, dtype=np.uint8).reshape(4, 2, 1)
+    routed = RoutedCompletion(
+        token_ids=given.token_ids,
+        rollout_logprobs=given.rollout_logprobs,
+        policy_versions=given.policy_versions,
+        finish_reason=given.finish_reason,
+        routed_experts=routes,
+    )
+    row = Trajectory.from_completion([1, 2, 3], routed, trajectory_id="t", group_id="g")
+    assert row.routed_experts is routes
+    plain = Trajectory.from_completion([1, 2, 3], given, trajectory_id="t", group_id="g")
+    assert plain.routed_experts is None
+    assert plain == row
+    with pytest.raises(ValueError, match=r"of shape \(4, layers, .* got \(3, 2, 1\)"):
+        replace(row, routed_experts=routes[:3])
+    with pytest.raises(ValueError, match=r"all tokens but the last, got \(4, 2\)"):
+        replace(row, routed_experts=routes[:, :, 0])
 
 
 def test_a_trajectory_needs_a_prompt_and_a_token() -> None:

@@ -19,13 +19,19 @@ from engine_fsdp.lora import Adapters
 from engine_fsdp.losses import GuardedLosses, gradient_problem
 from engine_fsdp.model import load_model
 from engine_fsdp.optimizer import PolicyOptimizer
-from engine_fsdp.parking import Parked, park, require_on_device, require_parkable, unpark
 from engine_fsdp.roll_call import RollCall, require_process_group
 from engine_fsdp.saving import PendingCheckpoint
 from engine_fsdp.sharding import clip_gradients, gradient_norm
 from engine_fsdp.state import TrainingState
 from engine_fsdp.training_set import block_matrices, freeze, trained_parameters
 from parallel_state.mesh import build_meshes
+from parallel_state.parking import (
+    Parked,
+    park,
+    require_on_device,
+    require_parkable,
+    unpark,
+)
 from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
@@ -307,7 +313,9 @@ class FsdpEngine:
             RuntimeError: if they are in host memory, or if there is a gradient to step along.
             ValueError: if they are kept in host memory in any case: on a CPU, or offloaded.
         """
-        require_parkable("FsdpEngine.to_host", self._parked, self._device, self._config)
+        require_parkable(
+            "FsdpEngine.to_host", self._parked, self._device, offload=self._config.offload
+        )
         if self._has_gradient:
             message = (
                 "FsdpEngine.to_host: there is a gradient that no step was taken along; call "

@@ -12,9 +12,15 @@ from engine_fsdp.compute import ShardedPolicy
 from engine_fsdp.config import FsdpConfig
 from engine_fsdp.devices import claim_device
 from engine_fsdp.model import load_model
-from engine_fsdp.parking import Parked, park, require_on_device, require_parkable, unpark
 from engine_fsdp.roll_call import RollCall, require_process_group
 from parallel_state.mesh import build_meshes
+from parallel_state.parking import (
+    Parked,
+    park,
+    require_on_device,
+    require_parkable,
+    unpark,
+)
 from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import BatchT
@@ -77,7 +83,9 @@ class FsdpScorer:
 
     def to_host(self) -> None:
         """Move the weights to host memory until `to_device`; see `FsdpEngine.to_host`."""
-        require_parkable("FsdpScorer.to_host", self._parked, self._device, self._config)
+        require_parkable(
+            "FsdpScorer.to_host", self._parked, self._device, offload=self._config.offload
+        )
         self._parked = park(self._model.parameters(), self._device)
 
     def to_device(self) -> None:

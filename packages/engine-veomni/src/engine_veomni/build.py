@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -12,10 +12,12 @@ from engine_veomni.hf_layout import check_folder, hugging_face_shapes, stacked_p
 from engine_veomni.kernels import ModelKernels, kernel_names
 from engine_veomni.packed_attention import ATTENTION_NAME, register_packed_attention
 from engine_veomni.quiet import quiet
+from engine_veomni.sampler_routes import RouterShape
 from engine_veomni.veomni_state import VeomniState
+from engine_veomni.vision import SEEING_TYPES, TOWER, vision_shape
 from parallel_state import ParallelState
 
-MODEL_TYPES: Final = ("qwen3", "qwen3_moe")
+MODEL_TYPES: Final = ("qwen3", "qwen3_moe", *SEEING_TYPES)
 """`model_type` of the configurations that this engine trains."""
 
 
@@ -89,20 +91,27 @@ def read_model_config(config: VeomniConfig) -> HuggingFaceConfig:
     return model_config
 
 
-def check_model_config(model_config: HuggingFaceConfig, parallel: ParallelState) -> None:
+def text_config(model_config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """What a configuration says of the language model: all of it, or its part in one that sees."""
+    found: HuggingFaceConfig = getattr(model_config, "text_config", model_config)
+    return found
+
+
+def check_model_config(whole: HuggingFaceConfig, parallel: ParallelState) -> None:
     """Refuse a model that would not run as configured; see `read_model_config`."""
+    model_config = text_config(whole)
     parallel.check_model(
         num_attention_heads=model_config.num_attention_heads,
         num_key_value_heads=model_config.num_key_value_heads or model_config.num_attention_heads,
         num_experts=_num_experts(model_config),
     )
-    if model_config.model_type not in MODEL_TYPES:
+    if whole.model_type not in MODEL_TYPES:
         message = (
             f"engine-veomni: expected model_type {' or '.join(MODEL_TYPES)}, "
-            f"got {model_config.model_type!r}; engine-fsdp trains any causal language model"
+            f"got {whole.model_type!r}; engine-fsdp trains any causal language model"
         )
         raise ValueError(message)
-    if not model_config.architectures:
+    if not whole.architectures:
         message = (
             "engine-veomni: config.json names no architectures, by which VeOmni picks the model's "
             "class; save the model with transformers' save_pretrained, which writes them"
@@ -113,16 +122,22 @@ def check_model_config(model_config: HuggingFaceConfig, parallel: ParallelState)
         ("attention_dropout", 0.0),
         ("sliding_window", None),
         ("tie_word_embeddings", False),
-        # the balancing loss is no sum over tokens: it would depend on the micro-batches
+        # transformers' balancing loss of a micro-batch; see `engine_veomni.balancing`
         ("output_router_logits", False),
     ):
-        value = getattr(model_config, name, wanted)  # a dense model has no router
+        # a model that sees says for all of it whether its head is the embedding
+        part = whole if name == "tie_word_embeddings" else model_config
+        value = getattr(part, name, wanted)  # a dense model has no router
         if value != wanted:
             message = (
                 f"engine-veomni: expected {name} {wanted!r} in the model's config.json, "
                 f"got {value!r}, which this engine would not follow"
             )
+            if name == "output_router_logits":
+                message += "; for the balancing loss, set router_aux_loss_coef of the VeomniConfig"
             raise ValueError(message)
+    if vision_shape(whole) is not None:
+        _check_seeing(model_config, parallel)
     if parallel.extra_parallel_sizes["ep"] == 1:
         return
     ep_fsdp_size = parallel.extra_fsdp_size("ep")
@@ -138,8 +153,26 @@ def check_model_config(model_config: HuggingFaceConfig, parallel: ParallelState)
             raise ValueError(message)
 
 
-def _num_experts(model_config: HuggingFaceConfig) -> int | None:
-    """Experts of a layer, or None if no layer has any."""
+def _check_seeing(model_config: HuggingFaceConfig, parallel: ParallelState) -> None:
+    """Refuse what is not known to be right for a model that sees."""
+    if parallel.ulysses_size > 1:
+        message = (
+            f"parallel.ulysses_size = {parallel.ulysses_size} with a model that sees: its images "
+            "and their three-part positions are not cut into slices yet; set ulysses_size to 1"
+        )
+        raise ValueError(message)
+    inner, hidden = expert_inner_size(model_config), model_config.hidden_size
+    if inner is not None and hidden in (inner, 2 * inner):
+        message = (
+            f"engine-veomni: hidden_size = {hidden} and moe_intermediate_size = {inner}: whether "
+            "the stacks of experts in the folder are transposed cannot be told from their shapes, "
+            "and VeOmni would guess"
+        )
+        raise ValueError(message)
+
+
+def router_shape(model_config: HuggingFaceConfig) -> RouterShape | None:
+    """The routers of a model, or None if no layer has any."""
     num_experts: int | None = getattr(model_config, "num_experts", None)
     if not num_experts:
         return None
@@ -147,8 +180,36 @@ def _num_experts(model_config: HuggingFaceConfig) -> int | None:
     step: int = getattr(model_config, "decoder_sparse_step", 1)
     sparse_layers = {
         layer for layer in range(model_config.num_hidden_layers) if (layer + 1) % step == 0
-    }
-    return num_experts if sparse_layers - set(dense_layers) else None
+    } - set(dense_layers)
+    if not sparse_layers:
+        return None
+    top_k: int = getattr(model_config, "num_experts_per_tok")  # noqa: B009 - of a mixture only
+    return RouterShape(num_layers=len(sparse_layers), num_experts=num_experts, top_k=top_k)
+
+
+def check_replay(
+    config: VeomniConfig, model_config: HuggingFaceConfig, routers: RouterShape | None
+) -> None:
+    """Refuse to replay a sampler's routes where it is not known which layer is which.
+
+    Raises:
+        ValueError: for a model with dense layers among those with experts.
+    """
+    if config.router_replay != "rollout" or routers is None:
+        return
+    if routers.num_layers != model_config.num_hidden_layers:
+        message = (
+            f"engine-veomni: router_replay = 'rollout' with experts in {routers.num_layers} of "
+            f"{model_config.num_hidden_layers} layers: no sampler has been shown to number its "
+            "routes alike where some layers are dense; set router_replay to 'logprobs'"
+        )
+        raise ValueError(message)
+
+
+def _num_experts(model_config: HuggingFaceConfig) -> int | None:
+    """Experts of a layer, or None if no layer has any."""
+    routers = router_shape(model_config)
+    return None if routers is None else routers.num_experts
 
 
 def expert_inner_size(model_config: HuggingFaceConfig) -> int | None:
@@ -172,7 +233,8 @@ def build_model(
         ValueError: if the folder does not hold exactly this model's weights.
     """
     # first: the CPU backend has to be there before VeOmni's modules of experts are
-    names = kernel_names(config, device=device, has_experts=_num_experts(model_config) is not None)
+    has_experts = _num_experts(text_config(model_config)) is not None
+    names = kernel_names(config, device=device, has_experts=has_experts)
     from veomni.arguments.arguments_types import (  # noqa: PLC0415 - loaded only when used
         MixedPrecisionConfig,
         OpsImplementationConfig,
@@ -195,6 +257,8 @@ def build_model(
             )
             kernels = ModelKernels(model, names)
         check_folder(Path(config.model_path), hugging_face_shapes(model))
+        if vision_shape(model_config) is not None:
+            _prepare_tower(model, config)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         sharded: torch.nn.Module = parallelize_model_fsdp2(
@@ -206,10 +270,20 @@ def build_model(
                 reduce_dtype="float32",
             ),
             init_device="meta",
+            enable_fsdp_offload=config.offload == "parameters",
+            fsdp_offload_pin_memory=device.type != "cpu",
         )
         if device.type == "cpu":
             _let_gloo_sum(sharded, state)
     return sharded.train(), kernels
+
+
+def _prepare_tower(model: torch.nn.Module, config: VeomniConfig) -> None:
+    """The vision tower attends within each image, both ways, and trains or does not."""
+    tower = model.get_submodule(TOWER)
+    attends: Any = tower
+    attends.set_attn_implementation("sdpa")
+    tower.requires_grad_(not config.freeze_vision)
 
 
 def _eager_ops(names: list[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What `VeomniEngine` is configured with; field names as in `engine_fsdp.FsdpConfig`."""
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import attrs
 
@@ -10,20 +10,11 @@ from rl_contracts import DType, OptimConfig, finite, known_dtype
 ExpertKernel = Literal["grouped_mm", "veomni"]
 """How the experts of a rank are computed; see `VeomniConfig.expert_kernel`."""
 
-RouterReplay = Literal["none", "logprobs"]
+RouterReplay = Literal["none", "logprobs", "rollout"]
 """Whose experts a token is trained with; see `VeomniConfig.router_replay`."""
 
-
-def _known_replay(_: object, attribute: "attrs.Attribute[Any]", value: str) -> None:
-    if value not in get_args(RouterReplay):
-        hint = ""
-        if value == "rollout":
-            hint = (
-                ": the experts that the sampler used do not reach an engine, since a PackedBatch "
-                "carries none"
-            )
-        message = f"{attribute.name}: expected 'none' or 'logprobs', got {value!r}{hint}"
-        raise ValueError(message)
+Offload = Literal["none", "parameters"]
+"""What waits in the host's memory; see `VeomniConfig.offload`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -65,10 +56,34 @@ class VeomniConfig:
     VeOmni's own dispatch and products, which are Triton kernels on CUDA and take bfloat16 only.
     Default: the faster on two H200 (benchmarks/results/veomni_step.json)."""
 
-    router_replay: RouterReplay = attrs.field(default="none", validator=_known_replay)
+    offload: Offload = attrs.field(
+        default="none", validator=attrs.validators.in_(get_args(Offload))
+    )
+    """"parameters" keeps master weights, gradient and optimizer in the host's memory, from where a
+    block's weights come when it computes, and where the optimizer steps: for models that do not fit
+    otherwise. GPUs only. VeOmni has no offload of the optimizer alone. Default: all on the
+    device."""
+
+    router_replay: RouterReplay = attrs.field(
+        default="none", validator=attrs.validators.in_(get_args(RouterReplay))
+    )
     """``logprobs``: `forward_backward` sends each token to the experts that it went to in the last
     call of `logprobs` (R2 of arXiv:2510.11370), so that the ratio of the two policies is not one
-    between different experts once a step was taken. ``none``: the router's choice of the moment."""
+    between different experts once a step was taken. ``rollout``: both send it to the experts that
+    the sampler says it went to (R3), `PackedBatch.routed_experts`, so that neither ratio is.
+    ``none``: the router's choice of the moment."""
+
+    router_aux_loss_coef: float = attrs.field(
+        default=0.0, validator=[finite, attrs.validators.ge(0.0)]
+    )
+    """Times the load-balancing loss of `engine_veomni.balancing`, added to the loss of each
+    `forward_backward`; reported as ``loss/router_aux/mean``, without coefficient. What the model's
+    config.json says under this name is not read. With ``router_replay = "none"`` it takes one more
+    pass without gradient, to know the experts of all micro-batches. Default: off."""
+
+    freeze_vision: bool = False
+    """Leave the vision tower of a model that sees as it is, the part that hands its tokens to the
+    language model included. Default: all of the model is trained, as in verl's script."""
 
     router_statistics: bool = False
     """Count in `forward_backward` how the tokens are routed; see `RouterStatistics`. Costs a few
@@ -100,6 +115,7 @@ class VeomniConfig:
         for name, is_set in (
             ("router_replay", self.router_replay != "none"),
             ("router_statistics", self.router_statistics),
+            ("router_aux_loss_coef", self.router_aux_loss_coef > 0.0),
         ):
             if is_set and self.parallel.ulysses_size > 1:
                 message = (

@@ -6,7 +6,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from engine_veomni.config import VeomniConfig
+from engine_veomni.config import Offload, VeomniConfig
 from rl_contracts import DType
 
 _ALIGNMENT_BYTES: Final = 16
@@ -58,6 +58,43 @@ def check_device(device: torch.device, *, compute_dtype: DType) -> None:
         raise ValueError(message)
 
 
+def check_offload(device: torch.device, *, offload: Offload) -> None:
+    """Refuse to keep in the host's memory what is there in any case.
+
+    Raises:
+        ValueError: on a CPU.
+    """
+    if device.type == "cpu" and offload != "none":
+        message = (
+            f"engine-veomni: offload = {offload!r} has no effect on a CPU device; weights and "
+            "optimizer are in host memory already: set offload = 'none'"
+        )
+        raise ValueError(message)
+
+
+def check_vision_settings(config: VeomniConfig, *, sees: bool) -> None:
+    """Refuse settings that would not do what they say for this model's sight.
+
+    Args:
+        config: of the engine.
+        sees: whether the model has a vision tower.
+
+    Raises:
+        ValueError: with the setting that would work.
+    """
+    if config.freeze_vision and not sees:
+        message = "freeze_vision = True has no effect: the model has no vision tower; leave it out"
+        raise ValueError(message)
+    for name in ("router_replay", "router_aux_loss_coef", "router_statistics"):
+        default = getattr(attrs.fields(VeomniConfig), name).default
+        if sees and (value := getattr(config, name)) != default:
+            message = (
+                f"{name} = {value!r} with a model that sees: VeOmni's routers of these models ask "
+                f"nobody (0.1.12); set {name} to {default!r}"
+            )
+            raise ValueError(message)
+
+
 def check_expert_settings(
     config: VeomniConfig, *, hidden_size: int, inner_size: int | None, device: torch.device
 ) -> None:
@@ -73,7 +110,12 @@ def check_expert_settings(
         ValueError: with the setting that would work.
     """
     if inner_size is None:
-        for name in ("router_replay", "router_statistics", "expert_kernel"):
+        for name in (
+            "router_replay",
+            "router_aux_loss_coef",
+            "router_statistics",
+            "expert_kernel",
+        ):
             default = getattr(attrs.fields(VeomniConfig), name).default
             if (value := getattr(config, name)) != default:
                 message = (

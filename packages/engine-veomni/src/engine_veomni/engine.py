@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import final
 
@@ -18,10 +19,19 @@ from engine_veomni.export import export_weights
 from engine_veomni.hf_layout import stacked_parameters
 from engine_veomni.loss_agreement import AgreedLoss
 from engine_veomni.quiet import quiet
-from engine_veomni.routing import Router, RouterStatistics
+from engine_veomni.routing import Purpose, Router, RouterStatistics
+from engine_veomni.sampler_routes import RouterShape
 from engine_veomni.sharded_policy import ShardedPolicy
 from engine_veomni.veomni_state import VeomniState
 from parallel_state.collectives import ShardedParameters, clip_grads_, global_grad_norm
+from parallel_state.parking import (
+    Parked,
+    held_by,
+    park,
+    require_on_device,
+    require_parkable,
+    unpark,
+)
 from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.pretrained import write_pretrained
 from rl_contracts.rollout import PolicyVersion
@@ -56,10 +66,8 @@ class VeomniEngine:
             self._optimizers = _build_optimizers(self._policy.model, config)
         self._config = config
         self._device = device
-        replays = config.router_replay == "logprobs"
-        self._router: Router | None = None
-        if replays or config.router_statistics:
-            self._router = Router(replays=replays, counts=config.router_statistics)
+        self._router = _router(config, self._policy.routers, device)
+        self._parked: Parked | None = None
         self._policy_version = PolicyVersion(0)
         self._has_gradient = False
 
@@ -98,57 +106,62 @@ class VeomniEngine:
             found[f"engine.kernel.{op_name}"] = (kernel, "bound in VeOmni's model")
         return found
 
-    @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
         """Log-probabilities of the given tokens under the present weights, without gradient.
 
         Raises:
             ValueError: on every rank, if the ranks were given different numbers of micro-batches,
-                or one of them is malformed.
+                or one of them is malformed, or lacks the sampler's routes that are to be replayed.
+            RuntimeError: while the weights are in host memory; see `to_host`.
         """
         self._check("logprobs", micro_batches)
-        try:
-            if self._router is not None:
-                self._router.forget()
-            found = []
-            for batch in micro_batches:
-                with self._entered(batch, trains=False):
-                    found.append(self._policy.logprobs(batch))
-            return found
-        finally:
-            self._policy.reshard()
+        if self._router is not None:
+            self._router.begin_scoring(micro_batches)
+        return self._scored(micro_batches, purpose="score")
 
     def forward_backward(
         self, micro_batches: Sequence[BatchT], loss_fn: LossFn[BatchT]
     ) -> dict[str, float]:
         """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
 
+        With ``config.router_aux_loss_coef`` the balancing loss of all these micro-batches is added
+        for the gradient, and reported beside the loss as ``loss/router_aux/mean``.
+
         Raises:
             ValueError: on every rank, if the ranks were given different numbers of micro-batches,
-                one of them is malformed or was not in the last call of `logprobs` whose routes are
-                to be replayed, `loss_fn` returned other metrics for one of them than for another,
-                or a loss without gradient for one that has tokens in its loss mask.
+                one of them is malformed or lacks routes that are to be replayed, `loss_fn` returned
+                other metrics for one of them than for another, or a loss without gradient for one
+                that has tokens in its loss mask.
             FloatingPointError: on every rank, if the loss of a micro-batch is not finite; names its
                 trajectories. The gradient is dropped, the weights stay as they are.
             RuntimeError: if `loss_fn` raised on another rank, with what it said there. On its own
-                rank its own error is raised.
+                rank its own error is raised. Or while the weights are in host memory.
         """
         agreed = AgreedLoss(loss_fn)
         with self._dropping_gradient_on_error():
             self._check("forward_backward", micro_batches)
             if self._router is not None:
                 self._router.start(micro_batches)
+                if self._router.needs_counting:
+                    self._scored(micro_batches, purpose="count")
+                    self._router.end_counting()
+            coefficient = self._config.router_aux_loss_coef
             for batch in micro_batches:
-                with self._entered(batch, trains=True):
+                with self._entered(batch, purpose="train"):
                     policy_logprobs = self._policy.logprobs(batch)
                     loss = agreed(policy_logprobs, batch.to(self._device))
+                    if coefficient and self._router is not None:
+                        loss = loss + coefficient * self._router.balancing_share()
                     # FSDP divides by the number of ranks, and the contract wants a sum
                     (loss * self._config.parallel.data_size).backward()
             totals = agreed.sum_over_ranks(policy_version=self._policy_version)
         self._has_gradient = True
         # ranks that share their sequences each computed the whole loss of them
         ulysses_size = self._config.parallel.ulysses_size
-        return {name: total / ulysses_size for name, total in totals.items()}
+        found = {name: total / ulysses_size for name, total in totals.items()}
+        if coefficient and self._router is not None:
+            found["loss/router_aux/mean"] = self._router.balancing_loss()
+        return found
 
     def router_statistics(self) -> RouterStatistics:
         """How the tokens of the last `forward_backward` were routed; called on all ranks.
@@ -170,6 +183,7 @@ class VeomniEngine:
             FloatingPointError: if the gradient is not finite; it is dropped, and the weights stay
                 as they are.
         """
+        require_on_device("VeomniEngine.optim_step", self._parked)
         if not self._has_gradient:
             message = "optim_step: there is no gradient; call forward_backward first"
             raise RuntimeError(message)
@@ -201,11 +215,15 @@ class VeomniEngine:
     def export_weights(self) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, one tensor per expert, in `export_dtype`.
 
-        Every yielded tensor is the caller's own. Every rank must run the iterator to its end.
+        Every yielded tensor is the caller's own: nobody writes to it. The experts of a layer are
+        views of one stack, whose memory is free when none of them is held; clone one that is to be
+        kept alone. Every rank must run the iterator to its end.
         """
+        require_on_device("VeomniEngine.export_weights", self._parked)
         return export_weights(
             self._policy.model,
             self._policy.state,
+            device=self._device,
             dtype=getattr(torch, self._config.resolved_export_dtype),
             max_bytes=self._config.export_max_bytes,
         )
@@ -216,6 +234,7 @@ class VeomniEngine:
         Raises:
             FileExistsError: if the folder exists.
         """
+        require_on_device("VeomniEngine.save_checkpoint", self._parked)
         checkpoint.save_checkpoint(
             folder,
             self._policy.model,
@@ -230,6 +249,7 @@ class VeomniEngine:
         Raises:
             ValueError: if the folder was written with other degrees or for another model.
         """
+        require_on_device("VeomniEngine.load_checkpoint", self._parked)
         self._policy_version = checkpoint.load_checkpoint(
             folder, self._policy.model, self._optimizers, parallel=self._config.parallel
         )
@@ -248,19 +268,76 @@ class VeomniEngine:
             dtype_name=self._config.resolved_export_dtype,
         )
 
+    def to_host(self) -> None:
+        """Free the device memory of weights and optimizer until `to_device`, for a sampler there.
+
+        They wait in pinned host memory, as large as this rank's part, and routes that are to be
+        replayed with them; pinning it takes seconds the first time. Until `to_device` only
+        properties may be asked for.
+
+        Raises:
+            RuntimeError: if they are in host memory, or if there is a gradient to step along.
+            ValueError: if they are kept in host memory in any case: on a CPU, or offloaded.
+        """
+        require_parkable(
+            "VeomniEngine.to_host", self._parked, self._device, offload=self._config.offload
+        )
+        if self._has_gradient:
+            message = (
+                "VeomniEngine.to_host: there is a gradient that no step was taken along; call "
+                "optim_step first"
+            )
+            raise RuntimeError(message)
+        self._park()
+
+    def to_device(self) -> None:
+        """Take weights and optimizer back.
+
+        Raises:
+            RuntimeError: if they are on the device.
+        """
+        unpark("VeomniEngine.to_device", self._parked)
+        self._parked = None
+
+    def _park(self) -> None:
+        """Give the memory away, without a question whether that is of use."""
+        routes = () if self._router is None else self._router.held
+        held = chain(held_by(self._policy.model, self._optimizers), routes)
+        self._parked = park(held, self._device)
+
     def _check(self, method: str, micro_batches: Sequence[TokenBatch]) -> None:
         """Refuse malformed micro-batches, on all ranks."""
-        check_together(method, micro_batches, vocab_size=self._policy.vocab_size)
+        require_on_device(f"VeomniEngine.{method}", self._parked)
+        check_together(
+            method,
+            micro_batches,
+            vocab_size=self._policy.vocab_size,
+            check_images=self._policy.image_check,
+        )
         check_shared(method, micro_batches, ulysses_size=self._config.parallel.ulysses_size)
 
+    @torch.no_grad()
+    def _scored(
+        self, micro_batches: Sequence[BatchT], *, purpose: Purpose
+    ) -> list[Float[Tensor, " tokens"]]:
+        """Log-probabilities from a pass without gradient."""
+        try:
+            found = []
+            for batch in micro_batches:
+                with self._entered(batch, purpose=purpose):
+                    found.append(self._policy.logprobs(batch))
+            return found
+        finally:
+            self._policy.reshard()
+
     @contextmanager
-    def _entered(self, batch: TokenBatch, *, trains: bool) -> Iterator[None]:
+    def _entered(self, batch: TokenBatch, *, purpose: Purpose) -> Iterator[None]:
         """VeOmni's code sees this engine's parallel state, kernels and router."""
         with self._policy.entered():
             if self._router is None:
                 yield
             else:
-                with self._router.watching(batch, trains=trains):
+                with self._router.watching(batch, purpose=purpose):
                     yield
 
     @contextmanager
@@ -278,6 +355,22 @@ class VeomniEngine:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._has_gradient = False
+
+
+def _router(config: VeomniConfig, shape: RouterShape | None, device: torch.device) -> Router | None:
+    """Answers VeOmni's routers, if a setting wants something of them."""
+    balances = config.router_aux_loss_coef > 0.0
+    if shape is None or not (
+        balances or config.router_statistics or config.router_replay != "none"
+    ):
+        return None
+    return Router(
+        shape,
+        replay=config.router_replay,
+        counts=config.router_statistics,
+        balances=balances,
+        device=device,
+    )
 
 
 def _parts(model: torch.nn.Module, state: VeomniState) -> tuple[ShardedParameters, ...]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from rl_contracts.expert_layout import is_stack, view_stack
+from engine_veomni.folder_stacks import holds_stacks, in_folder
+from rl_contracts.expert_layout import is_stack
 from rl_contracts.pretrained import folder_shapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -45,7 +46,7 @@ def stacked_parameters(model: torch.nn.Module) -> tuple[str, ...]:
 
 def hugging_face_shapes(model: torch.nn.Module) -> Shapes:
     """Name and shape of every weight that the model's Hugging Face folder must hold."""
-    stacks = set(stacked_parameters(model))
+    stacks, stacked = set(stacked_parameters(model)), holds_stacks(model)
     shapes: Shapes = {}
     for name, parameter in model.named_parameters():
         if name not in stacks:
@@ -53,7 +54,10 @@ def hugging_face_shapes(model: torch.nn.Module) -> Shapes:
             continue
         empty = torch.empty(parameter.shape, device="meta")
         shapes.update(
-            {weight.name: tuple(weight.tensor.shape) for weight in view_stack(name, empty)}
+            {
+                weight.name: tuple(weight.tensor.shape)
+                for weight in in_folder(name, empty, stacked=stacked)
+            }
         )
     return shapes
 

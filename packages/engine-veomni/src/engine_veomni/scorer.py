@@ -9,6 +9,14 @@ from torch import Tensor
 
 from engine_veomni.config import VeomniConfig
 from engine_veomni.sharded_policy import ShardedPolicy
+from parallel_state.parking import (
+    Parked,
+    held_by,
+    park,
+    require_on_device,
+    require_parkable,
+    unpark,
+)
 from rl_contracts.batch_checks import check_shared, check_together
 from rl_contracts.train import BatchT
 
@@ -33,7 +41,9 @@ class VeomniScorer:
         """
         self._policy = ShardedPolicy(config, device=device)
         self._policy.model.requires_grad_(False)
-        self._ulysses_size = config.parallel.ulysses_size
+        self._config = config
+        self._device = device
+        self._parked: Parked | None = None
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[BatchT]) -> list[Float[Tensor, " tokens"]]:
@@ -42,9 +52,16 @@ class VeomniScorer:
         Raises:
             ValueError: on every rank, if the ranks were given different numbers of micro-batches,
                 or one of them is malformed.
+            RuntimeError: while the weights are in host memory; see `to_host`.
         """
-        check_together("logprobs", micro_batches, vocab_size=self._policy.vocab_size)
-        check_shared("logprobs", micro_batches, ulysses_size=self._ulysses_size)
+        require_on_device("VeomniScorer.logprobs", self._parked)
+        check_together(
+            "logprobs",
+            micro_batches,
+            vocab_size=self._policy.vocab_size,
+            check_images=self._policy.image_check,
+        )
+        check_shared("logprobs", micro_batches, ulysses_size=self._config.parallel.ulysses_size)
         try:
             found = []
             for batch in micro_batches:
@@ -53,3 +70,22 @@ class VeomniScorer:
             return found
         finally:
             self._policy.reshard()
+
+    def to_host(self) -> None:
+        """Move the weights to host memory until `to_device`; see `VeomniEngine.to_host`."""
+        require_parkable(
+            "VeomniScorer.to_host", self._parked, self._device, offload=self._config.offload
+        )
+        self._park()
+
+    def to_device(self) -> None:
+        """Take the weights back.
+
+        Raises:
+            RuntimeError: if they are on the device.
+        """
+        unpark("VeomniScorer.to_device", self._parked)
+        self._parked = None
+
+    def _park(self) -> None:
+        self._parked = park(held_by(self._policy.model), self._device)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from engine_veomni.vision import Vision
 from parallel_state.ulysses import gather_rows, token_slice
 from rl_contracts.train import TokenBatch
 
@@ -16,6 +17,7 @@ def token_logprobs(
     device: torch.device,
     temperature: float,
     ulysses_group: dist.ProcessGroup | None,
+    vision: Vision | None = None,
 ) -> Float[Tensor, " tokens"]:
     """Log-probability of every token in the loss mask, in nats, 0 elsewhere; float32.
 
@@ -31,6 +33,7 @@ def token_logprobs(
         temperature: divides the logits.
         ulysses_group: ranks that share the tokens, each of which is given all of them and returns
             all logprobs; None for whole micro-batches.
+        vision: of a model that sees.
     """
     own = token_slice(
         token_ids=batch.token_ids,
@@ -40,9 +43,10 @@ def token_logprobs(
         num_ranks=1 if ulysses_group is None else dist.get_world_size(ulysses_group),
         rank=0 if ulysses_group is None else dist.get_rank(ulysses_group),
     )
+    places: dict[str, object] = {"position_ids": own.positions.to(device).unsqueeze(0)}
     output = model(
         input_ids=own.token_ids.to(device).unsqueeze(0),
-        position_ids=own.positions.to(device).unsqueeze(0),
+        **(places if vision is None else vision.inputs(batch)),
         use_cache=False,
         labels=own.targets.to(device).unsqueeze(0),
         scored_rows=own.rows.to(device),

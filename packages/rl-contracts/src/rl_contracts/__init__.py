@@ -1,9 +1,10 @@
 """The nouns, Protocols, strict configuration loader and fakes that RL packages share.
 
-The training half (`rl_contracts.train`, `rl_contracts.packing`, `rl_contracts.batch_checks`,
-`rl_contracts.loss_tally`, `rl_contracts.expert_layout`, `rl_contracts.pretrained`,
-`rl_contracts.shared_folder`, `rl_contracts.all_ranks`) and the fakes (`rl_contracts.testing`) need
-torch and are imported by their own names.
+The training half (`rl_contracts.train`, `rl_contracts.packing`, `rl_contracts.packed_images`,
+`rl_contracts.batch_checks`, `rl_contracts.loss_tally`, `rl_contracts.expert_layout`,
+`rl_contracts.pretrained`, `rl_contracts.shared_folder`, `rl_contracts.all_ranks`) and the fakes
+(`rl_contracts.testing`) need torch and are imported by their own names, and so is
+`rl_contracts.images`, which needs numpy.
 """
 
 from rl_contracts.config import ConfigError, LoadedConfig, Origin, Problem, load_config

@@ -5,7 +5,7 @@ rank looks at its own, tells the others, and all of them refuse with the same me
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rl_contracts.all_ranks import from_all_ranks
-from rl_contracts.train import TokenBatch
+from rl_contracts.packed_images import PackedImages, problem_of_images
+from rl_contracts.train import TokenBatch, images_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,19 +28,41 @@ class BatchReport:
     """The first malformed one, and what is wrong with it; empty if all are as they should be."""
 
 
-def check_together(method: str, micro_batches: Sequence[TokenBatch], *, vocab_size: int) -> None:
+ImageCheck = Callable[[TokenBatch, PackedImages], str]
+"""What an engine finds wrong with the well-formed images of a micro-batch, or nothing."""
+
+
+def takes_no_images(batch: TokenBatch, images: PackedImages) -> str:
+    """The `ImageCheck` of an engine whose model does not see."""
+    del batch
+    return (
+        f"it shows {images.grids.shape[0]} images, which this engine would not look at; train a "
+        "vision-language model with engine-veomni"
+    )
+
+
+def check_together(
+    method: str,
+    micro_batches: Sequence[TokenBatch],
+    *,
+    vocab_size: int,
+    check_images: ImageCheck = takes_no_images,
+) -> None:
     """Refuse on all ranks of torch.distributed what one of them would fail or wait at.
 
     Args:
         method: what the ranks are about to do, for the message.
         micro_batches: this rank's.
         vocab_size: token ids run from 0 to this, exclusive.
+        check_images: what this engine's model wants of images. Default: none are taken.
 
     Raises:
         ValueError: on every rank, if one was given a malformed micro-batch, another number of
             them, or none; names the rank, the micro-batch and its trajectories.
     """
-    reports = from_all_ranks(inspect_batches(micro_batches, vocab_size=vocab_size))
+    reports = from_all_ranks(
+        inspect_batches(micro_batches, vocab_size=vocab_size, check_images=check_images)
+    )
     refuse_malformed(method, reports)
 
 
@@ -78,11 +101,21 @@ def _digest(micro_batches: Sequence[TokenBatch]) -> int:
     return digest
 
 
-def inspect_batches(micro_batches: Sequence[TokenBatch], *, vocab_size: int) -> BatchReport:
+def inspect_batches(
+    micro_batches: Sequence[TokenBatch],
+    *,
+    vocab_size: int,
+    check_images: ImageCheck = takes_no_images,
+) -> BatchReport:
     """Look at one rank's micro-batches; reads their values."""
     problem = ""
     for index, batch in enumerate(micro_batches):
-        if found := _problem_of(batch, vocab_size):
+        found = _problem_of(batch, vocab_size)
+        images = images_of(batch)
+        if not found and images is not None:
+            found = problem_of_images(images, batch.cu_seqlens)
+            found = found or check_images(batch, images)
+        if found:
             problem = f"{name_of(index, batch)}: {found}"
             break
     return BatchReport(num_batches=len(micro_batches), problem=problem)

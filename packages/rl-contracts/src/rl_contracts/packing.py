@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_contracts.packed_images import pack_images
 from rl_contracts.rollout import Trajectory
 from rl_contracts.train import PackedBatch
 
@@ -52,7 +53,7 @@ def pack(
     batches = [
         _batch([trajectories[index] for index in rows], [advantages[index] for index in rows])
         if rows
-        else _padding(trajectories[0].token_ids[0])
+        else _padding(trajectories[0])
         for rows in bins
     ]
     return [batches[rank::num_ranks] for rank in range(num_ranks)]
@@ -116,6 +117,15 @@ def _check(
             f"{len(trajectories)} trajectories"
         )
         raise ValueError(message)
+    routed = [row.routed_experts for row in trajectories if row.routed_experts is not None]
+    sizes = sorted({routes.shape[1:] for routes in routed})
+    if routed and (len(routed) != len(trajectories) or len(sizes) != 1):
+        message = (
+            "pack: expected routed_experts of all trajectories or of none, and as many layers and "
+            f"experts per token in each, got those of {len(routed)} of {len(trajectories)}, of "
+            f"sizes {', '.join(map(str, sizes))}"
+        )
+        raise ValueError(message)
     seen: set[str] = set()
     for trajectory in trajectories:
         name, num_tokens = trajectory.trajectory_id, len(trajectory.token_ids)
@@ -162,16 +172,31 @@ def _batch(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> P
             dtype=torch.float32,
         ),
         trajectory_ids=tuple(row.trajectory_id for row in trajectories),
+        routed_experts=_routes(trajectories),
+        images=pack_images(trajectories),
     )
 
 
-def _padding(token_id: int) -> PackedBatch:
+def _routes(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """The experts of each token, and -1 for those of the last token of each row."""
+    pieces = []
+    for row in trajectories:
+        if row.routed_experts is None:
+            return None  # of all rows, see `_check`
+        known = torch.tensor(row.routed_experts, dtype=torch.int16)
+        pieces += [known, known.new_full((1, *known.shape[1:]), -1)]
+    return torch.cat(pieces)
+
+
+def _padding(like: Trajectory) -> PackedBatch:
+    routes = _routes([like])
     return PackedBatch(
-        token_ids=torch.tensor([token_id]),
+        token_ids=torch.tensor([like.token_ids[0]]),
         positions=torch.zeros(1, dtype=torch.int64),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         loss_mask=torch.zeros(1, dtype=torch.bool),
         advantages=torch.zeros(1),
         rollout_logprobs=torch.zeros(1),
         trajectory_ids=(PADDING_ID,),
+        routed_experts=None if routes is None else routes[-1:],
     )

@@ -4,12 +4,18 @@ Knows nothing of torch, of an engine or of vLLM.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NewType, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol, runtime_checkable
 
 import attrs
 
 from rl_contracts.finite import finite
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from rl_contracts.images import ImagePatches, PromptImage
 
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of optimizer steps behind a set of weights, from 0."""
@@ -78,6 +84,18 @@ class Completion:
                 raise ValueError(message)
 
 
+@runtime_checkable
+class Routed(Protocol):
+    """A completion of a mixture of experts that says where its tokens went."""
+
+    @property
+    def routed_experts(self) -> "npt.NDArray[np.integer[Any]]":
+        """Of prompt and completion, ``[positions, layers, experts per token]``.
+
+        All but the last token, which was never the input of a step.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """The token record of one rollout, as trained on: prompt and sampled tokens in one row.
@@ -106,6 +124,15 @@ class Trajectory:
     newest_version: PolicyVersion
     """Newest policy version that a token of this trajectory was drawn from."""
 
+    routed_experts: "npt.NDArray[np.integer[Any]] | None" = field(
+        default=None, compare=False, repr=False
+    )
+    """``[tokens - 1, layers, experts per token]``: the sampler's experts of every token but the
+    last, for router replay; None if it did not report them."""
+
+    images: "tuple[ImagePatches, ...]" = field(default=(), compare=False, repr=False)
+    """Of the prompt, in the order of their places; the completions of one prompt share them."""
+
     def __post_init__(self) -> None:
         """Check that the per-token sequences belong together."""
         num_tokens = len(self.token_ids)
@@ -116,6 +143,14 @@ class Trajectory:
                     f"got {len(getattr(self, name))} for {num_tokens} tokens"
                 )
                 raise ValueError(message)
+        routes = self.routed_experts
+        if routes is not None and (routes.ndim != 3 or routes.shape[0] != num_tokens - 1):  # noqa: PLR2004
+            message = (
+                f"Trajectory {self.trajectory_id}: expected routed_experts of shape "
+                f"({num_tokens - 1}, layers, experts per token), those of all tokens but the last, "
+                f"got {routes.shape}"
+            )
+            raise ValueError(message)
         if self.loss_mask and self.loss_mask[0]:
             message = (
                 f"Trajectory {self.trajectory_id}: loss_mask is True on the first token, "
@@ -129,6 +164,10 @@ class Trajectory:
                 f"newest_version {self.newest_version}"
             )
             raise ValueError(message)
+        if self.images:
+            from rl_contracts.images import check_trajectory_images  # noqa: PLC0415 - needs numpy
+
+            check_trajectory_images(self)
 
     @classmethod
     def from_completion(
@@ -138,11 +177,15 @@ class Trajectory:
         *,
         trajectory_id: str,
         group_id: str,
+        images: "tuple[ImagePatches, ...]" = (),
     ) -> "Trajectory":
-        """Join a prompt and one completion of it.
+        """Join a prompt and one completion of it, with its routes if it is `Routed`.
+
+        `images` are those of the prompt; they are not copied.
 
         Raises:
-            ValueError: if the prompt or the completion is empty.
+            ValueError: if the prompt or the completion is empty, or an image lies outside of the
+                prompt.
         """
         if not prompt_ids or not completion.token_ids:
             message = (
@@ -159,6 +202,8 @@ class Trajectory:
             rollout_logprobs=(0.0,) * num_prompt + completion.rollout_logprobs,
             oldest_version=completion.policy_versions[0],
             newest_version=completion.policy_versions[-1],
+            routed_experts=completion.routed_experts if isinstance(completion, Routed) else None,
+            images=images,
         )
 
 
@@ -171,13 +216,25 @@ class Sampler(Protocol):
         """Version of the weights that the next token will be drawn from."""
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: "Sequence[PromptImage]" = (),
     ) -> list[Completion]:
         """Draw `num_samples` completions of one prompt.
 
         Cancelling the awaiting task frees the requests' places in the sampler.
 
+        Args:
+            prompt_ids: the prompt, every placeholder of an image included.
+            num_samples: how many.
+            params: how they are drawn.
+            images: what stands at the placeholders; only for a sampler of a model that sees.
+
         Raises:
-            ValueError: for an empty prompt, a prompt that leaves no room for a token, or
-                `num_samples` below 1; the message holds the numbers.
+            ValueError: for an empty prompt, a prompt that leaves no room for a token,
+                `num_samples` below 1, or images that the sampler cannot show; the message holds
+                the numbers.
         """

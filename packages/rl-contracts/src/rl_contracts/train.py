@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_contracts.packed_images import PackedImages
 from rl_contracts.rollout import PolicyVersion
 
 
@@ -21,7 +22,10 @@ class NamedTensor(NamedTuple):
 
 @runtime_checkable
 class TokenBatch(Protocol):
-    """What an engine reads of a micro-batch; all else is between the loop and its loss."""
+    """What an engine reads of a micro-batch; all else is between the loop and its loss.
+
+    One whose prompts show images has them as `images`, a `PackedImages`; see `images_of`.
+    """
 
     @property
     def token_ids(self) -> Int[Tensor, " tokens"]:
@@ -41,6 +45,12 @@ class TokenBatch(Protocol):
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on `device`."""
+
+
+def images_of(batch: TokenBatch) -> PackedImages | None:
+    """The images of a micro-batch, if its prompts show any."""
+    images: PackedImages | None = getattr(batch, "images", None)
+    return images
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -83,6 +93,13 @@ class PackedBatch:
     trajectory_ids: tuple[str, ...]
     """One per sequence, in order: leads a row back to its rollout."""
 
+    routed_experts: Int[Tensor, "tokens layers top_k"] | None = None
+    """int16: the experts that the sampler sent each token to, for router replay; -1 where it says
+    none, as of the last token of a sequence. None if it did not report them."""
+
+    images: PackedImages | None = None
+    """What the prompts show; None if they are text alone."""
+
     def __post_init__(self) -> None:
         """Check shapes once, where data is made. Reads no tensor value, so never synchronises."""
         num_tokens = self.token_ids.shape[0]
@@ -101,6 +118,17 @@ class PackedBatch:
                     f"got {tuple(value.shape)}"
                 )
                 raise ValueError(message)
+        routes = self.routed_experts
+        if routes is not None and (
+            routes.ndim != 3  # noqa: PLR2004 - axes
+            or routes.shape[0] != num_tokens
+            or routes.dtype != torch.int16
+        ):
+            message = (
+                f"PackedBatch: expected routed_experts of shape ({num_tokens}, layers, experts per "
+                f"token) and type torch.int16, got {tuple(routes.shape)} and {routes.dtype}"
+            )
+            raise ValueError(message)
         if tuple(self.advantages.shape) != (num_sequences,):
             message = (
                 f"PackedBatch: expected advantages of shape ({num_sequences},), one per sequence, "
@@ -126,6 +154,8 @@ class PackedBatch:
             proximal_logprobs=_moved(self.proximal_logprobs, device),
             ref_logprobs=_moved(self.ref_logprobs, device),
             trajectory_ids=self.trajectory_ids,
+            routed_experts=_moved(self.routed_experts, device),
+            images=None if self.images is None else self.images.to(device),
         )
 
 

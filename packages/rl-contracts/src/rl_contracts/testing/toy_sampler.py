@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, FinishReason, PolicyVersion, SamplingParams
 from rl_contracts.testing.toy_engine import WEIGHT_NAME, toy_weights
 from rl_contracts.train import NamedTensor
@@ -34,9 +35,16 @@ class ToySampler:
         return self._version
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See `Sampler.sample`."""
+        if images:
+            raise ValueError(f"expected a prompt without images, got {len(images)}")
         if not prompt_ids:
             raise ValueError("expected a prompt of at least one token, got 0")
         if len(prompt_ids) >= self._max_model_len:

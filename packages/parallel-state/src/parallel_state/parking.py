@@ -4,14 +4,12 @@ Tensors stay the objects that they are: only the memory behind them goes and com
 whoever holds a view of it (FSDP2's flat shards, an optimizer's moments) need not be told.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import torch
 from torch import Tensor
-
-from engine_fsdp.config import FsdpConfig
-from engine_fsdp.sharding import local
+from torch.distributed.tensor import DTensor
 
 
 @final
@@ -25,15 +23,16 @@ class Parked:
             tensors: all that view the memory that is to be freed may go on viewing it, but nobody
                 may read them until `restore`.
         """
+        # by address: parameters, and FSDP2's flat shards below them, share their memory
         storages = {
             storage.data_ptr(): storage
-            for storage in (local(tensor.detach()).untyped_storage() for tensor in tensors)
+            for storage in (_local(tensor).untyped_storage() for tensor in tensors)
             if storage.nbytes()
         }
-        self._device_storages = tuple(storages.values())
-        self._copies = tuple(_host_copy(storage) for storage in self._device_storages)
-        self._synchronize()
-        for storage in self._device_storages:
+        self._storages = tuple(storages.values())
+        self._copies = tuple(_host_copy(storage) for storage in self._storages)
+        self._synchronize()  # the copies are whole before their source goes
+        for storage in self._storages:
             storage.resize_(0)
 
     @property
@@ -43,32 +42,36 @@ class Parked:
 
     def restore(self) -> None:
         """Take the memory back and fill it. Once."""
-        for storage, copy in zip(self._device_storages, self._copies, strict=True):
+        for storage, copy in zip(self._storages, self._copies, strict=True):
             storage.resize_(copy.nbytes)
             _bytes_of(storage).copy_(copy, non_blocking=True)
         self._synchronize()  # the copies may go when this returns
         self._copies = ()
 
     def _synchronize(self) -> None:
-        for device in {storage.device for storage in self._device_storages}:
+        for device in {storage.device for storage in self._storages}:
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize(device)
 
 
-def _host_copy(storage: torch.UntypedStorage) -> Tensor:
-    is_device = storage.device.type != "cpu"
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_device)
-    return copy.copy_(_bytes_of(storage), non_blocking=True)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def held_by(
+    model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> Iterator[Tensor]:
+    """What is resident between two steps: parameters, and the state of their optimizers."""
+    yield from model.parameters()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            # the counts of steps are scalars, and stay
+            yield from (
+                value for value in state.values() if isinstance(value, Tensor) and value.ndim
+            )
 
 
 def park(tensors: Iterable[Tensor], device: torch.device) -> Parked:
     """Free the memory of these tensors, for other processes too."""
     parked = Parked(tensors)
-    torch.get_device_module(device).empty_cache()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
     return parked
 
 
@@ -85,7 +88,7 @@ def unpark(method: str, parked: Parked | None) -> None:
 
 
 def require_parkable(
-    method: str, parked: Parked | None, device: torch.device, config: FsdpConfig
+    method: str, parked: Parked | None, device: torch.device, *, offload: str
 ) -> None:
     """Refuse where there is nothing to move.
 
@@ -96,8 +99,8 @@ def require_parkable(
     if parked is not None:
         message = f"{method}: the weights are in host memory already; call to_device first"
         raise RuntimeError(message)
-    if device.type == "cpu" or config.offload != "none":
-        why = f"the device is {device}" if device.type == "cpu" else f"offload = {config.offload!r}"
+    if device.type == "cpu" or offload != "none":
+        why = f"the device is {device}" if device.type == "cpu" else f"offload = {offload!r}"
         message = (
             f"{method}: the weights are kept in host memory in any case, since {why}: there is no "
             "device memory to free; leave the call out"
@@ -114,3 +117,20 @@ def require_on_device(method: str, parked: Parked | None) -> None:
     if parked is not None:
         message = f"{method}: the weights are in host memory; call to_device first"
         raise RuntimeError(message)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    if isinstance(detached, DTensor):
+        local: Tensor = detached.to_local()
+        return local
+    return detached
+
+
+def _host_copy(storage: torch.UntypedStorage) -> Tensor:
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+    return copy.copy_(_bytes_of(storage), non_blocking=True)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
