@@ -63,6 +63,19 @@ MEMBERS = {
     "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": (
         "register_engine create_engine _registry"
     ),
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": (
+        "FLASH_ATTN TRITON_ATTN FLEX_ATTENTION FLASHINFER FLASH_ATTN_MLA FLASHMLA FLASHINFER_MLA "
+        "CUTLASS_MLA TRITON_MLA"
+    ),
+    "vllm.config:SpeculativeConfig": (
+        "method num_speculative_tokens prompt_lookup_min prompt_lookup_max"
+    ),
+    "vllm.config.quantization:_ONLINE_SHORTHANDS": "",
+    "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "",
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        "attn_groups intermediate_tensors profile_run"
+    ),
     "vllm.v1.worker.gpu_worker:Worker": "sleep wake_up model_runner",
     "vllm.v1.worker.worker_base:WorkerBase": "vllm_config",
     "vllm.renderers:BaseRenderer": "get_eos_token_id",

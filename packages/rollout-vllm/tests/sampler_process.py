@@ -9,13 +9,14 @@ no network.
 import asyncio
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import get_args
 
 import attrs
 import torch
+from setting_checks import MODES, distribution, guesses, streamed, with_overrides
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
@@ -43,22 +44,6 @@ SIZES: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": EOS,
     "pad_token_id": 0,
-}
-# what differs from the plain config
-MODES: dict[str, dict[str, object]] = {
-    "cpu": {"cpu_threads": 1},
-    "cuda": {"device": "cuda", "engine_args": {"max_cudagraph_capture_size": 64}},
-    "cuda-eager": {"device": "cuda", "enforce_eager": True},
-    "cpu-routed-moe": {"cpu_threads": 1, "return_routed_experts": True},
-    "cuda-moe": {"device": "cuda", "enforce_eager": True},
-    "cuda-tp2": {"device": "cuda", "enforce_eager": True, "tensor_parallel_size": 2},
-    "cuda-dp2": {"device": "cuda", "enforce_eager": True, "data_parallel_size": 2},
-    "cuda-ep2-moe": {
-        "device": "cuda",
-        "enforce_eager": True,
-        "tensor_parallel_size": 2,
-        "expert_parallel_size": 2,
-    },
 }
 # largest difference, nats; bfloat16 has 8 bits of mantissa, and the two add up in different orders
 TOLERANCES: dict[Dtype, float] = {"float32": 2e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
@@ -125,9 +110,15 @@ def mismatch(
 class Checks:
     """The checks of one sampler; each raises or returns what it measured."""
 
-    def __init__(self, sampler: VllmSampler, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        sampler: VllmSampler,
+        model: PreTrainedModel,
+        overrides: Mapping[str, object],
+    ) -> None:
         self.sampler = sampler
         self.model = model
+        self.overrides = overrides
 
     def close(self, differences: list[torch.Tensor]) -> str:
         """Whether differences in nats are those of rounding."""
@@ -263,7 +254,9 @@ class Checks:
 async def update_in_flight(checks: Checks, folder: Path, *, dtype: Dtype) -> str:
     """Tokens of running requests carry the version of the weights that drew them."""
     experts = getattr(checks.model.config, "num_experts", 0)
-    new = make_model(folder / "new", seed=1, dtype=dtype, experts=experts)
+    new = with_overrides(
+        make_model(folder / "new", seed=1, dtype=dtype, experts=experts), checks.overrides
+    )
     torch.nn.Module.to(new, checks.model.device)
     sampler = checks.sampler
     params, options = SamplingParams(max_new_tokens=240), RequestOptions(min_new_tokens=240)
@@ -324,11 +317,13 @@ async def run(mode: str, dtype: Dtype, folder: Path) -> int:
     )
     config = attrs.evolve(plain, **MODES[mode])  # type: ignore[arg-type]  # checked by the config
     experts = 8 if mode.endswith("moe") else 0
-    model = make_model(folder / "model", seed=0, dtype=dtype, experts=experts)
+    model = with_overrides(
+        make_model(folder / "model", seed=0, dtype=dtype, experts=experts), config.hf_overrides
+    )
     torch.backends.cuda.matmul.allow_tf32 = False
     async with await VllmSampler.start(config, policy_version=PolicyVersion(0)) as sampler:
         torch.nn.Module.to(model, config.device)
-        checks = Checks(sampler, model)
+        checks = Checks(sampler, model, config.hf_overrides)
         named = [
             checks.settings,
             checks.logprobs,
@@ -349,6 +344,21 @@ async def run(mode: str, dtype: Dtype, folder: Path) -> int:
 
         outcomes += [await report("update in flight", updated)]
         outcomes += [await report("logprobs after the update", checks.logprobs)]
+        if config.speculation is not None:
+            outcomes += [
+                await report("guesses", lambda: guesses(sampler, PROMPT)),
+                await report("distribution", lambda: distribution(sampler, checks.model, PROMPT)),
+            ]
+        if config.pipeline_parallel_size > 1:
+            weights = checkpoint_weights(model)
+            outcomes += [
+                await report(
+                    "streamed",
+                    lambda: streamed(sampler, weights, num_receivers=config.num_devices),
+                )
+            ]
+            checks.model = model
+            outcomes += [await report("logprobs after the stream", checks.logprobs)]
     return 0 if all(outcomes) else 1
 
 

@@ -65,10 +65,18 @@ def test_effective_arguments_name_their_origin() -> None:
         ({"blok_size": 16}, r"'blok_size' is not an argument of the installed vLLM; nearest: 'bl"),
         ({"max_num_seq": 4}, r"nearest: 'max_num_seqs' \(use VllmConfig.max_num_seqs\)"),
         ({"disable_log_requests": True}, r"'disable_log_requests' is not an argument of the inst"),
-        ({"enable_lora": True}, r"'enable_lora' is not supported yet: weight updates have not"),
         (
-            {"max_lora_rank": 8},
-            r"'max_lora_rank' cannot be given here: .*: enable_lora is not supported yet",
+            {"enable_lora": True},
+            r"'enable_lora' cannot be given here: adapters are not taken .*: let the trainer merge",
+        ),
+        ({"max_lora_rank": 8}, r"'max_lora_rank' cannot be given here: adapters are not taken as"),
+        ({"offload_group_size": 2}, r"'offload_group_size' is not supported yet: weight updates"),
+        ({"calculate_kv_scales": True}, r"'calculate_kv_scales' is not supported yet: weight upd"),
+        ({"moe_backend": "triton"}, r"'moe_backend' is not supported yet: weight updates have not"),
+        ({"override_attention_dtype": "bf16"}, r"it has no effect: vLLM reads it on AMD GPUs alo"),
+        (
+            {"enable_eplb": True},
+            r"'enable_eplb' is not supported yet: weight updates have not been",
         ),
         ({"enable_dbo": True}, r"'enable_dbo' cannot be given here: it has no effect: .*one dev"),
         ({"all2all_backend": "naive"}, r"'all2all_backend' cannot be .*no effect: .* one device"),
@@ -78,7 +86,7 @@ def test_effective_arguments_name_their_origin() -> None:
             {"compilation_config": {"level": 3}},
             r"'compilation_config' .* VllmConfig.enforce_eager leaves no graph to compile",
         ),
-        ({"hf_overrides": {"rope_theta": 1e6}}, r"'hf_overrides' .* another model than the one t"),
+        ({"hf_overrides": {"rope_theta": 1e6}}, r"use VllmConfig.hf_overrides"),
         ({"logits_processors": ["m.P"]}, r"'logits_processors' .* from another distribution"),
         ({"generation_config": "vllm"}, r"'generation_config' .* use SamplingParams.stop_token_i"),
         (
@@ -88,9 +96,14 @@ def test_effective_arguments_name_their_origin() -> None:
         ({"data_parallel_size": 2}, r"'data_parallel_size' .* use VllmConfig.data_parallel_size"),
         ({"attention_backend": "FLASHINFER"}, r"use VllmConfig.attention_backend"),
         ({"enable_sleep_mode": True}, r"use VllmConfig.enable_sleep"),
-        ({"pipeline_parallel_size": 2}, r"'pipeline_parallel_size' is not supported yet"),
-        ({"quantization": "fp8"}, r"'quantization' is not supported yet"),
-        ({"speculative_config": {}}, r"'speculative_config' is not supported yet"),
+        ({"pipeline_parallel_size": 2}, r"use VllmConfig.pipeline_parallel_size"),
+        ({"quantization": "fp8"}, r"'quantization' cannot .* use VllmConfig.quantization$"),
+        ({"quantization_config": {}}, r"which quantises every linear layer and expert; no update"),
+        ({"speculative_config": {}}, r"'speculative_config' .* use VllmConfig.speculation"),
+        (
+            {"spec_method": "ngram"},
+            r"'spec_method' cannot be given here: use VllmConfig.speculation",
+        ),
         ({"seed": 1, "dtype": "auto"}, r"'seed' cannot .*; 'dtype' cannot"),
     ],
 )
@@ -202,10 +215,13 @@ def test_experts_are_returned_on_the_cpu_by_0_30(version: str | None) -> None:
     """0.25.1 returns wrong ones, which only a comparison shows; without a vLLM the start asks."""
     settings = {
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "expert_parallel_size": 1,
         "enforce_eager": None,
         "attention_backend": None,
+        "quantization": None,
+        "speculation": None,
         "enable_sleep": False,
         "return_routed_experts": True,
     }

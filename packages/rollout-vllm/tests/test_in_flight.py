@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+import numpy as np
+
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, FinishReason, PolicyVersion, SamplingParams
 from rollout_vllm import InFlight, RequestOptions, TokenDelta
 from rollout_vllm.engine import Engine
@@ -35,6 +38,7 @@ class CountingEngine:
     def __init__(self) -> None:
         self.version = PolicyVersion(0)
         self.asked: dict[str, Asked] = {}
+        self.images: list[tuple[PromptImage, ...]] = []
         self.steps = asyncio.Semaphore(0)
         self.running: dict[str, asyncio.Event] = {}
         self.shut_down = False
@@ -80,7 +84,9 @@ class CountingEngine:
         num_samples: int,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
+        self.images.append(tuple(images))
         drawn = Completion(
             token_ids=(), rollout_logprobs=(), policy_versions=(), finish_reason="abort"
         )
@@ -100,7 +106,9 @@ class CountingEngine:
         *,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
+        self.images.append(tuple(images))
         return self._deltas(request_id, prompt_ids, params, options.min_new_tokens)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -379,3 +387,36 @@ def test_seeds_of_the_rest_differ_and_repeat() -> None:
     assert len(set(again)) == 3
     assert all(seed is not None and 0 <= seed < 2**63 for seed in again)
     assert continued_params(SamplingParams(max_new_tokens=2), 1).seed is None
+
+
+def test_an_interrupted_prompt_keeps_its_images() -> None:
+    """After an update the rest is drawn from the same images; so is that of a stream."""
+
+    async def run() -> None:
+        inner = CountingEngine()
+        engine = ResumingEngine(inner)
+        rgb = np.zeros((1, 1, 3), dtype=np.uint8)
+        shown = (PromptImage(rgb=rgb, first_token=0, num_tokens=1),)
+        options, params = RequestOptions(), SamplingParams(max_new_tokens=2)
+        drawing = asyncio.ensure_future(
+            engine.generate("a", [10], num_samples=1, params=params, options=options, images=shown)
+        )
+        await settle()
+        await steps(inner, 1)
+        await update(engine, 1, "abort")
+        await steps(inner, 1)
+        await drawing
+
+        async def read() -> int:
+            deltas = engine.stream("b", [10], params=params, options=options, images=shown)
+            return len([delta async for delta in deltas])
+
+        reading = asyncio.ensure_future(read())
+        await settle()
+        await steps(inner, 1)
+        await update(engine, 2, "abort")
+        await steps(inner, 1)
+        await reading
+        assert inner.images == [shown] * 4
+
+    asyncio.run(run())

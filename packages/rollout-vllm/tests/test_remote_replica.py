@@ -65,7 +65,7 @@ def test_cancelling_a_request_cancels_it_over_there() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert remote.calls == ["sample ([1, 2],) ['num_samples', 'params']", "cancel"]
+        assert remote.calls == ["sample ([1, 2],) ['images', 'num_samples', 'params']", "cancel"]
 
     asyncio.run(body())
 

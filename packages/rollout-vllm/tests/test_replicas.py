@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, Sampler, SamplingParams
 from rl_contracts.train import NamedTensor, WeightSink
 from rollout_vllm import (
@@ -21,6 +23,7 @@ from rollout_vllm import (
 )
 from rollout_vllm.replica import ReplicaLostError, ReplicaSetConfig, replica_config
 from rollout_vllm.replicas import ReplicaSet
+from rollout_vllm.sleep import MemoryChange, SamplerAsleepError
 
 PARAMS = SamplingParams(max_new_tokens=1)
 
@@ -30,6 +33,7 @@ class FakeReplica:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.images: tuple[PromptImage, ...] = ()
         self.version = PolicyVersion(0)
         self.dead = False
         self.hangs = False
@@ -37,6 +41,7 @@ class FakeReplica:
         self.breaks = False
         self.stays = False
         self.dies_in_load = False
+        self.asleep = False
         self.closed = 0
         self.answer = asyncio.Event()
         self.answer.set()
@@ -47,14 +52,21 @@ class FakeReplica:
             raise SamplerDiedError("vLLM's engine process died")
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         self._check()
+        self.images = tuple(images)
         if not prompt_ids:
             raise ValueError("sample: expected a prompt of 1 to 15 tokens, got 0")
         assert params is PARAMS
         await self.answer.wait()
         self._check()
+        assert not self.asleep
         drawn = Completion(
             token_ids=(self.number,),
             rollout_logprobs=(-1.0,),
@@ -84,6 +96,18 @@ class FakeReplica:
             raise WeightUpdateError("broke off")
         self.version = published.version
         self.loads.append((published.version, in_flight))
+
+    async def sleep(self, *, keep_weights: bool) -> MemoryChange:
+        self._check()
+        assert keep_weights
+        self.asleep = True
+        return MemoryChange(used_before=30, used_after=10 + self.number)
+
+    async def wake(self) -> MemoryChange:
+        self._check()
+        assert self.asleep
+        self.asleep = False
+        return MemoryChange(used_before=10, used_after=30)
 
     async def ping(self) -> PolicyVersion:
         self._check()
@@ -404,6 +428,37 @@ def test_a_first_start_that_fails_closes_the_others() -> None:
     asyncio.run(body())
 
 
+def test_while_the_devices_are_away_nothing_starts(tmp_path: Path) -> None:
+    """Requests wait, and so does a replica that is to take the place of a dead one."""
+
+    async def test(world: World, replicas: ReplicaSet, folder: Path) -> None:
+        changes = await replicas.sleep()
+        assert [(change.used_before, change.used_after) for change in changes] == [
+            (30, 10),
+            (30, 11),
+        ]
+        drawing = asyncio.create_task(draw(replicas, [1]))
+        world.newest(0).dead = True
+        async with asyncio.timeout(10):
+            while replicas.num_serving == 2:  # noqa: ASYNC110  (nobody tells of it)
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        assert len(world.started) == 2
+        assert not drawing.done()
+        for refused in (replicas.sleep(), replicas.load_published(publish(folder, 1))):
+            with pytest.raises(SamplerAsleepError, match=r"the replicas sleep; call wake first"):
+                await refused
+        assert len(await replicas.wake()) == 1
+        assert await drawing in (0, 1)
+        await all_serve(replicas)
+        with pytest.raises(ValueError, match="the replicas are awake; call sleep first"):
+            await replicas.wake()
+        await replicas.load_published(publish(folder, 2))
+
+    world = run(test, tmp_path, health_interval_s=0.01)
+    assert len(world.started) == 3
+
+
 def test_closing_ends_waiting_requests(tmp_path: Path) -> None:
     """Nobody waits for a replica that will not come."""
 
@@ -431,3 +486,23 @@ def test_seeds_of_replicas() -> None:
 
     assert len({*seeds(42), *seeds(43)}) == 8
     assert seeds(42) == seeds(42)
+
+
+def test_a_replica_is_shown_the_images() -> None:
+    """The set hands them to the replica that draws."""
+
+    async def run() -> None:
+        world = World()
+        replicas = await ReplicaSet.start(
+            world.start,
+            ReplicaSetConfig(num_replicas=1),
+            policy_version=PolicyVersion(0),
+            dtype="float32",
+        )
+        rgb = np.zeros((1, 1, 3), dtype=np.uint8)
+        shown = [PromptImage(rgb=rgb, first_token=0, num_tokens=1)]
+        await replicas.sample([10], num_samples=1, params=PARAMS, images=shown)
+        await replicas.close()
+        assert world.started[0].images == tuple(shown)
+
+    asyncio.run(run())

@@ -29,6 +29,13 @@ def test_sampler_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["cpu-guesses", "cpu-pp2", "cpu-yarn"])
+def test_single_settings_on_the_cpu(tmp_path: Path, mode: str) -> None:
+    """The same with guessed tokens, in two stages, and with another rotary embedding."""
+    check(mode, "float32", tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (installed_version() or "").startswith("0.30."),
     reason="the installed vLLM returns no experts on the CPU",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm import (
     Device,
@@ -54,11 +55,13 @@ class FakeEngine:
         num_samples: int,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """Wait for `abort`, then return what there is: nothing."""
         assert request_id
         assert prompt_ids
         assert params is PARAMS
+        assert not images
         self.options.append(options)
         await self.aborted.wait()
         empty = Completion(
@@ -78,9 +81,10 @@ class FakeEngine:
         *,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Not asked for here."""
-        raise NotImplementedError(f"{request_id} {prompt_ids} {params} {options}")
+        raise NotImplementedError(f"{request_id} {prompt_ids} {params} {options} {images}")
         yield
 
     async def hold(self, in_flight: InFlight) -> None:

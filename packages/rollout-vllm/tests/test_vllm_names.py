@@ -10,12 +10,13 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import attrs
 import pytest
 
 import rollout_vllm
-from rollout_vllm import VllmConfig
+from rollout_vllm import AttentionBackend, Speculation, VllmConfig
 from rollout_vllm.arguments import (
     _NOT_UPDATABLE,
     _OWNED,
@@ -47,6 +48,19 @@ CALLS = {
     "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("tags",),
     "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id"),
     "vllm.inputs:tokens_input": ("prompt_token_ids",),
+    # replaced on the CPU by functions of these names
+    "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": (
+        "logits",
+        "cu_num_draft_tokens",
+        "sampling_metadata",
+    ),
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
+        "x",
+        "cu_num_tokens",
+        "num_tokens",
+        "replace_from",
+        "replace_to",
+    ),
 }
 # of the functions that make the server, given by place
 SERVER_CALLS = {
@@ -102,6 +116,22 @@ def test_every_field_that_vllm_knows_too_is_in_the_table() -> None:
         assert set(names) <= fields
         assert fields & set(FACTS["arguments"]) <= set(names)
         assert set(names.values()) <= set(_OWNED)
+
+
+def test_attention_backends_exist_in_every_version() -> None:
+    """A name that the config takes is one that each vLLM knows."""
+    for backend in get_args(AttentionBackend):
+        found = signatures(f"vllm.v1.attention.backends.registry:AttentionBackendEnum.{backend}")
+        assert len(found) == len(WHEELS) - 1  # all but that of vllm-ascend
+        assert None not in found.values(), backend
+
+
+def test_what_is_said_of_guesses_has_these_names() -> None:
+    """The entries of the argument are fields of each vLLM's own config of them."""
+    for name in attrs.fields_dict(Speculation):
+        found = signatures(f"vllm.config:SpeculativeConfig.{name}")
+        assert len(found) == len(WHEELS) - 1
+        assert None not in found.values(), name
 
 
 def test_refused_arguments_exist() -> None:

@@ -1,7 +1,7 @@
 """A typed, versioned sampler on vLLM: what is configured is what the engine runs."""
 
 from rollout_vllm.arguments import EffectiveArgument
-from rollout_vllm.config import AttentionBackend, Dtype, LoadFormat, VllmConfig
+from rollout_vllm.config import AttentionBackend, Dtype, LoadFormat, Quantization, VllmConfig
 from rollout_vllm.device_rules import Device
 from rollout_vllm.engine import InFlight
 from rollout_vllm.environment import EnvironmentSetting, engine_environment
@@ -20,6 +20,7 @@ from rollout_vllm.routing import RoutedCompletion
 from rollout_vllm.sampler import VllmSampler
 from rollout_vllm.server_config import ServerConfig
 from rollout_vllm.sleep import MemoryChange, SamplerAsleepError
+from rollout_vllm.speculation import Speculation, SpeculationMethod
 from rollout_vllm.weights_sender import PublishedFile, PublishedWeights, publish_weights
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Publication",
     "PublishedFile",
     "PublishedWeights",
+    "Quantization",
     "RequestOptions",
     "RolloutError",
     "RoutedCompletion",
@@ -43,6 +45,8 @@ __all__ = [
     "SamplerClosedError",
     "SamplerDiedError",
     "ServerConfig",
+    "Speculation",
+    "SpeculationMethod",
     "StartError",
     "TokenDelta",
     "VllmConfig",

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import attrs
 
 from rollout_vllm.device_rules import Device
+from rollout_vllm.plain import Plain
 
 TRANSFER_BACKEND = "rollout_vllm"
 """Name under which vLLM knows our weight-transfer engine."""
@@ -50,6 +51,12 @@ FIXED_ARGUMENTS: Mapping[str, EffectiveArgument] = MappingProxyType(
 )
 """Arguments that this package sets, with the reason."""
 
+_SPECULATION = ("spec_method", "spec_model", "spec_tokens")
+_QUANTIZED_ALL = (
+    "use VllmConfig.quantization, which quantises every linear layer and expert; no update of "
+    "weights has been shown to be right with parts of them"
+)
+
 _OWNED: Mapping[str, str] = MappingProxyType(
     {
         "model": "use VllmConfig.model",
@@ -58,6 +65,7 @@ _OWNED: Mapping[str, str] = MappingProxyType(
         "max_num_seqs": "use VllmConfig.max_num_seqs",
         "max_num_batched_tokens": "use VllmConfig.max_num_batched_tokens",
         "tensor_parallel_size": "use VllmConfig.tensor_parallel_size",
+        "pipeline_parallel_size": "use VllmConfig.pipeline_parallel_size",
         "data_parallel_size": "use VllmConfig.data_parallel_size",
         # verl#6066: the flag was accepted, and then overwritten by the size
         "enable_expert_parallel": (
@@ -69,15 +77,22 @@ _OWNED: Mapping[str, str] = MappingProxyType(
         "enable_chunked_prefill": "use VllmConfig.enable_chunked_prefill",
         "enforce_eager": "use VllmConfig.enforce_eager",
         "attention_backend": "use VllmConfig.attention_backend",
+        "quantization": "use VllmConfig.quantization",
+        "quantization_config": _QUANTIZED_ALL,
+        **dict.fromkeys(("speculative_config", *_SPECULATION), "use VllmConfig.speculation"),
+        "hf_overrides": "use VllmConfig.hf_overrides",
         "enable_sleep_mode": "use VllmConfig.enable_sleep",
         "enable_return_routed_experts": "use VllmConfig.return_routed_experts",
+        "limit_mm_per_prompt": "use VllmConfig.images_per_prompt",
         "load_format": "use VllmConfig.load_format (pickled weights can run code)",
         "seed": "use VllmConfig.seed",
         "trust_remote_code": "use VllmConfig.trust_remote_code",
         **{name: f"it is {fixed.origin}" for name, fixed in FIXED_ARGUMENTS.items()},
-        "skip_tokenizer_init": "it follows from VllmConfig.server",
+        "skip_tokenizer_init": "it follows from VllmConfig.server and images_per_prompt",
         "tokenizer": "VllmConfig.server uses the one in the folder VllmConfig.model",
-        "distributed_executor_backend": "it follows from VllmConfig.tensor_parallel_size",
+        "distributed_executor_backend": (
+            "it follows from VllmConfig.tensor_parallel_size and pipeline_parallel_size"
+        ),
         "worker_cls": "its weights could not be updated",
     }
 )
@@ -86,18 +101,21 @@ _OWNED: Mapping[str, str] = MappingProxyType(
 # has shown that an update then reaches all of them
 _NOT_UPDATABLE = frozenset(
     {
-        "pipeline_parallel_size",
         "nnodes",
-        "enable_lora",
-        "quantization",
-        "quantization_config",
-        "speculative_config",
-        "spec_method",
-        "spec_model",
-        "spec_tokens",
         "enable_eplb",
         "enable_elastic_ep",
         "cpu_offload_gb",
+        "cpu_offload_params",
+        "offload_backend",
+        "offload_group_size",
+        "offload_num_in_group",
+        "offload_params",
+        "offload_prefetch_step",
+        # scales of the cache that vLLM 0.23 and 0.25 take from the first weights' first prompt
+        "calculate_kv_scales",
+        # how experts and linear layers lie in memory
+        "moe_backend",
+        "linear_backend",
         "kv_offloading_backend",
         "kv_offloading_size",
         "kv_transfer_config",
@@ -106,7 +124,10 @@ _NOT_UPDATABLE = frozenset(
 )
 
 _ONE_DEVICE = "it has no effect: the engine runs on one device in one process"
-_NO_LORA = "it has no effect: enable_lora is not supported yet"
+_NO_LORA = (
+    "adapters are not taken as updates of the weights: let the trainer merge its adapters into the "
+    "weights that it exports, which needs no setting here (VllmConfig)"
+)
 _EAGER = "it has no effect: VllmConfig.enforce_eager leaves no graph to compile or capture"
 _UNTESTED = "it is not supported yet: no test has shown that it does its work on GPUs"
 _NO_TOKENIZER = (
@@ -114,6 +135,7 @@ _NO_TOKENIZER = (
     "describe it"
 )
 _LOCAL = "it has no effect: the model is the local folder VllmConfig.model, weights as safetensors"
+_AMD = "it has no effect: vLLM reads it on AMD GPUs alone"
 _OTHER_MODEL = (
     "the engine would run another model than the one trained; change config.json in the folder "
     "VllmConfig.model instead"
@@ -174,6 +196,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         **_each(
             _NO_LORA,
             "default_mm_loras",
+            "enable_lora",
             "enable_mixed_moe_lora_format",
             "enable_moe_shared_loras",
             "enable_tower_connector_lora",
@@ -210,13 +233,13 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
             "diffusion_config",
             "disable_sliding_window",
             "hf_config_path",
-            "hf_overrides",
             "ignore_patterns",
             "model_class_overrides",
             "model_weights",
             "pooler_config",
             "runner",
         ),
+        **_each(_AMD, "override_attention_dtype"),
         **_each(_OTHER_DISTRIBUTION, "logits_processors", "watermark_config"),
         **_each(_OTHER_END, "generation_config", "override_generation_config"),
     }
@@ -224,9 +247,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 
 _VERIFIED_ON_GPU = frozenset({"max_cudagraph_capture_size"})
 """Arguments without effect on one CPU that have one on GPUs, where a test has read them back."""
-
-Plain = bool | int | float | str | None
-"""What can be read back from the engine's process and compared."""
 
 
 @lru_cache(maxsize=1)

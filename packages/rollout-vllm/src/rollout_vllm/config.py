@@ -1,30 +1,53 @@
 """Typed configuration of the sampler."""
 
+import copy
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import attrs
 
 from rollout_vllm.arguments import FIXED_ARGUMENTS, EffectiveArgument, check_free_arguments
 from rollout_vllm.device_rules import Device, check_device_rules
+from rollout_vllm.overrides import check_overrides
 from rollout_vllm.server_config import ServerConfig
+from rollout_vllm.speculation import Speculation
 from rollout_vllm.versions import argument_names, installed_version, server_names
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 LoadFormat = Literal["safetensors", "dummy"]
-AttentionBackend = Literal["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"]
+AttentionBackend = Literal[
+    "FLASH_ATTN",
+    "TRITON_ATTN",
+    "FLEX_ATTENTION",
+    "FLASHINFER",
+    # of models with latent attention
+    "FLASH_ATTN_MLA",
+    "FLASHMLA",
+    "FLASHINFER_MLA",
+    "CUTLASS_MLA",
+    "TRITON_MLA",
+]
+Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 
 GIB = 2**30
 _LEAST_SHARE = 0.01
+# settings of which each has been tried, but not both at once
+_APART = (
+    ("speculation", "pipeline_parallel_size"),
+    ("speculation", "return_routed_experts"),
+    ("speculation", "images_per_prompt"),
+    ("pipeline_parallel_size", "return_routed_experts"),
+    ("pipeline_parallel_size", "images_per_prompt"),
+)
 
 _at_least_one = attrs.validators.ge(1)
 _boolean = attrs.validators.instance_of(bool)
 _three_valued = attrs.validators.optional(_boolean)
 
 
-def _copied(engine_args: Mapping[str, object]) -> Mapping[str, object]:
+def _copied(given: Mapping[str, object]) -> Mapping[str, object]:
     """Later changes to the caller's own mapping do not reach the config."""
-    return dict(engine_args)
+    return copy.deepcopy(dict(given))
 
 
 @attrs.frozen(kw_only=True)
@@ -84,23 +107,48 @@ class VllmConfig:
     tensor_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
     """Devices that share each layer. 1 on the CPU."""
 
+    pipeline_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
+    """Stages that the layers are cut into, each on `tensor_parallel_size` devices. Above 1 on the
+    CPU only in this release, with vLLM 0.32."""
+
     data_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
-    """Copies of the engine that share the requests, each on `tensor_parallel_size` devices.
-    1 on the CPU."""
+    """Copies of the engine that share the requests, each on `tensor_parallel_size` x
+    `pipeline_parallel_size` devices. 1 on the CPU."""
 
     expert_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
     """Devices that share the experts of a mixture-of-experts model; above 1 it implies vLLM's
-    `enable_expert_parallel`, must equal `tensor_parallel_size` x `data_parallel_size`, and must
-    divide the experts. 1 on the CPU."""
+    `enable_expert_parallel`, must equal `tensor_parallel_size` x `data_parallel_size` (each stage
+    of a pipeline has the experts of its own layers), and must divide the experts. 1 on the CPU."""
 
     attention_backend: AttentionBackend | None = attrs.field(
         default=None,
-        validator=attrs.validators.optional(
-            attrs.validators.in_(("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"))
-        ),
+        validator=attrs.validators.optional(attrs.validators.in_(get_args(AttentionBackend))),
     )
-    """Attention kernels, in vLLM's names; None: vLLM decides by model and device. None on the CPU,
-    which has one kind."""
+    """Attention kernels, in vLLM's names; None: vLLM decides by model and device. That the kernels
+    of all layers are these is read back. None on the CPU, which has one kind."""
+
+    quantization: Quantization | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(attrs.validators.in_(get_args(Quantization))),
+    )
+    """What the weights of linear layers and experts are quantised to when they are loaded, and
+    again at every update, which comes in `dtype` as ever: with one scale for each tensor, output
+    channel, or block of 128 x 128. Activations are quantised at each step. `rollout_logprobs` are
+    those of the quantised model, so give the loss a correction for them. None, the default:
+    nothing. On the CPU only in this release, with vLLM 0.32 and without experts."""
+
+    speculation: Speculation | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(attrs.validators.instance_of(Speculation)),
+    )
+    """Guess next tokens and let the model check several at once, which changes no distribution;
+    None, the default: one token a step. On the CPU only in this release, with vLLM 0.32."""
+
+    hf_overrides: Mapping[str, object] = attrs.field(factory=dict, converter=_copied)
+    """Entries of the model's config.json that the sampler replaces, `rope_parameters` and
+    `max_position_embeddings`, in `text_config` for models that have one. Each replaces all of the
+    model's own. Give the trainer the same, or write them into config.json for both: else the
+    sampler draws from another model than the one that is trained. Default: none."""
 
     enable_sleep: bool = attrs.field(default=False, validator=_boolean)
     """Make the engine's memory releasable while another process trains on the same device.
@@ -109,6 +157,11 @@ class VllmConfig:
     return_routed_experts: bool = attrs.field(default=False, validator=_boolean)
     """Make completions `RoutedCompletion`s, with the experts that every token went to.
     Default: no, as it costs memory and time. On the CPU with vLLM 0.30 only."""
+
+    images_per_prompt: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    """Most images in one prompt, for a model that sees; vLLM sizes its caches by it. With images
+    the engine loads the model's tokenizer and image processor, since vLLM cuts images itself; it
+    is given no video. Default: text alone."""
 
     load_format: LoadFormat = attrs.field(
         default="safetensors", validator=attrs.validators.in_(("safetensors", "dummy"))
@@ -152,21 +205,33 @@ class VllmConfig:
                 f"{self.gpu_memory_utilization}"
             )
             raise ValueError(message)
-        if self.expert_parallel_size not in (1, self.num_devices):
+        together = self.tensor_parallel_size * self.data_parallel_size
+        if self.expert_parallel_size not in (1, together):
             message = (
                 "VllmConfig: expert_parallel_size must be 1 or equal tensor_parallel_size x "
-                f"data_parallel_size = {self.num_devices} (vLLM spreads the experts over all of "
-                f"them), got {self.expert_parallel_size}"
+                f"data_parallel_size = {together} (vLLM spreads the experts over all of them), got "
+                f"{self.expert_parallel_size}"
             )
             raise ValueError(message)
+        if self.quantization is not None and self.dtype == "float32":
+            message = (
+                f"VllmConfig: quantization = {self.quantization!r} needs dtype bfloat16 or "
+                "float16, which vLLM quantises; got float32"
+            )
+            raise ValueError(message)
+        check_overrides(self.hf_overrides)
+        self._check_together()
         check_device_rules(
             self.device,
             {
                 "tensor_parallel_size": self.tensor_parallel_size,
+                "pipeline_parallel_size": self.pipeline_parallel_size,
                 "data_parallel_size": self.data_parallel_size,
                 "expert_parallel_size": self.expert_parallel_size,
                 "enforce_eager": self.enforce_eager,
                 "attention_backend": self.attention_backend,
+                "quantization": self.quantization,
+                "speculation": self.speculation,
                 "enable_sleep": self.enable_sleep,
                 "return_routed_experts": self.return_routed_experts,
             },
@@ -174,10 +239,21 @@ class VllmConfig:
         )
         check_free_arguments(self.engine_args, device=self.device)
 
+    def _check_together(self) -> None:
+        defaults = {field.name: field.default for field in attrs.fields(VllmConfig)}
+        for names in _APART:
+            values = {name: getattr(self, name) for name in names}
+            if all(value != defaults[name] for name, value in values.items()):
+                both = " and ".join(f"{name} = {value!r}" for name, value in values.items())
+                raise ValueError(
+                    f"VllmConfig: {both} have not been shown to be right together (tokens, "
+                    "logprobs, weight updates); leave one out"
+                )
+
     @property
     def num_devices(self) -> int:
         """Devices that the engine runs on."""
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def effective_engine_args(self) -> dict[str, EffectiveArgument]:
         """Every argument that vLLM will be given, with its origin; starts nothing.
@@ -222,9 +298,13 @@ def _as_given(config: VllmConfig) -> dict[str, EffectiveArgument]:
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enforce_eager": config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
         "data_parallel_size": config.data_parallel_size,
         "expert_parallel_size": config.expert_parallel_size > 1,
         "attention_backend": config.attention_backend,
+        "quantization": config.quantization,
+        "speculation": None if config.speculation is None else config.speculation.as_argument(),
+        "hf_overrides": copy.deepcopy(dict(config.hf_overrides)) or None,
         # left out when off, as vLLM names the latter elsewhere from 0.31 on
         "enable_sleep": config.enable_sleep or None,
         "return_routed_experts": config.return_routed_experts or None,
@@ -254,19 +334,30 @@ def _derived(config: VllmConfig) -> dict[str, EffectiveArgument]:
         derived["gpu_memory_utilization"] = EffectiveArgument(
             value=_LEAST_SHARE, origin="derived from VllmConfig.kv_cache_gib, which fixes the cache"
         )
-    derived["skip_tokenizer_init"] = (
-        EffectiveArgument(value=True, origin="fixed: token ids in, token ids out")
-        if config.server is None
-        else EffectiveArgument(
-            value=False, origin="derived from VllmConfig.server, whose clients send text"
+    derived["skip_tokenizer_init"] = _skips_tokenizer(config)
+    if config.images_per_prompt:
+        derived["limit_mm_per_prompt"] = EffectiveArgument(
+            value={"image": config.images_per_prompt, "video": 0},
+            origin="VllmConfig.images_per_prompt",
         )
-    )
     derived["distributed_executor_backend"] = (
         EffectiveArgument(value="uni", origin="fixed: one worker lives in the engine's process")
-        if config.tensor_parallel_size == 1
+        if config.tensor_parallel_size == config.pipeline_parallel_size == 1
         else EffectiveArgument(
             value="mp",
-            origin="derived from VllmConfig.tensor_parallel_size: each worker has a process",
+            origin="derived from VllmConfig.tensor_parallel_size and pipeline_parallel_size: each "
+            "worker has a process",
         )
     )
     return derived
+
+
+def _skips_tokenizer(config: VllmConfig) -> EffectiveArgument:
+    """Whether vLLM does without the model's tokenizer."""
+    if config.server is not None:
+        origin = "derived from VllmConfig.server, whose clients send text"
+        return EffectiveArgument(value=False, origin=origin)
+    if config.images_per_prompt:
+        origin = "derived from VllmConfig.images_per_prompt: vLLM's image processors want one"
+        return EffectiveArgument(value=False, origin=origin)
+    return EffectiveArgument(value=True, origin="fixed: token ids in, token ids out")

@@ -1,7 +1,7 @@
 """Which settings take effect on which device; consulted when a config is made."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Device = Literal["cpu", "cuda"]
 """`cpu`: vLLM's CPU build. `cuda`: NVIDIA GPUs."""
@@ -15,6 +15,10 @@ _SIZES = (
     "parallelism; use 1, and several samplers for more"
 )
 _RECOMPUTE = "recompute them in the trainer"
+_NOT_RUN = (
+    "it has not run there, and nothing shows that logprobs and weight updates are right with it; "
+    "leave it out"
+)
 # setting -> the values that take effect on the device, and why others do not
 _RULES: Mapping[Device, Mapping[str, tuple[tuple[object, ...], str]]] = {
     "cpu": {
@@ -23,21 +27,59 @@ _RULES: Mapping[Device, Mapping[str, tuple[tuple[object, ...], str]]] = {
         "expert_parallel_size": ((1,), _SIZES),
         "enforce_eager": ((None, True), _COMPILED),
         "attention_backend": ((None,), "vLLM has one kind of attention there; leave it out"),
+        "quantization": (
+            (None, "fp8_per_channel"),
+            "vLLM's CPU build has no kernel that scales weights this way; use 'fp8_per_channel'",
+        ),
         "enable_sleep": (
             (False,),
             "vLLM's sleep and wake_up do nothing there (0.32); close the sampler instead",
         ),
     },
     "cuda": {
+        "pipeline_parallel_size": ((1,), _NOT_RUN),
+        "quantization": ((None,), _NOT_RUN),
+        "speculation": ((None,), _NOT_RUN),
         "return_routed_experts": (
             (False,),
             f"no engine there has been shown to return them; {_RECOMPUTE}",
         ),
     },
 }
-# Measured on the CPU against transformers' router: 0.25.1 returns arrays of the right shape that
-# agree nowhere, 0.30.0 those of the router, 0.32.0 none.
-_EXPERTS_ON_CPU = (0, 30)
+
+
+class _Measured(NamedTuple):
+    """What only some versions of vLLM's CPU build do, as measured against transformers."""
+
+    versions: tuple[tuple[int, int], ...]
+    off: object
+    reason: str
+
+
+_ON_CPU: Mapping[str, _Measured] = {
+    # 0.25.1 returns arrays of the right shape that agree nowhere with the router's choices, 0.30.0
+    # those of the router, 0.32.0 none
+    "return_routed_experts": _Measured(
+        ((0, 30),), False, f"returns none or wrong ones there; use 0.30, or {_RECOMPUTE}"
+    ),
+    # needs what rollout_vllm.cpu_preparation does
+    "pipeline_parallel_size": _Measured(
+        ((0, 32),), 1, "has not been shown to run stages there; use 0.32, or leave it out"
+    ),
+    "quantization": _Measured(
+        ((0, 32),),
+        None,
+        "has not been shown to quantise updates as it quantises the files; use 0.32, or leave it "
+        "out",
+    ),
+    # rollout_vllm.cpu_preparation mends what goes wrong
+    "speculation": _Measured(
+        ((0, 32),),
+        None,
+        "has not been shown to draw guessed tokens from the model's distribution there; use 0.32, "
+        "or leave it out",
+    ),
+}
 
 
 def check_device_rules(
@@ -54,9 +96,10 @@ def check_device_rules(
         ValueError: names all of them, with the reason and what works.
     """
     rules = dict(_RULES[device])
-    if device == "cpu" and version is not None and _minor(version) != _EXPERTS_ON_CPU:
-        reason = f"vLLM {version} returns none or wrong ones there; use 0.30, or {_RECOMPUTE}"
-        rules["return_routed_experts"] = ((False,), reason)
+    if device == "cpu" and version is not None:
+        for name, measured in _ON_CPU.items():
+            if _minor(version) not in measured.versions:
+                rules[name] = ((measured.off,), f"vLLM {version} {measured.reason}")
     where = {"cpu": "the CPU", "cuda": "a GPU"}[device]
     problems = [
         f"{name} = {settings[name]!r} cannot run on {where} in this release: {reason}"

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal, Protocol
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.sleep import Part
@@ -34,6 +35,7 @@ class Engine(Protocol):
         num_samples: int,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """Draw completions; cancelling it frees their places.
 
@@ -48,6 +50,7 @@ class Engine(Protocol):
         *,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Draw one completion and yield its tokens as they come; closing it frees its place.
 

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rollout_vllm.arguments import TRANSFER_BACKEND
 from rollout_vllm.copy_plan import Piece
+from rollout_vllm.cpu_preparation import ModelRunner, prepare_cpu
 from rollout_vllm.engine_report import report_settings
 from rollout_vllm.engine_seeds import seed_engine
 from rollout_vllm.file_receiver import published_headers, published_pieces
@@ -169,9 +170,14 @@ class WorkerExtension:
     """Methods that vLLM mixes into its worker, to be called from the sampler."""
 
     vllm_config: EngineConfig
-    model_runner: object
+    model_runner: ModelRunner
     weight_transfer_engine: RolloutTransferEngine
     device: torch.device
+
+    def rollout_prepare(self) -> None:
+        """Do what vLLM has left undone at its start."""
+        if self.device.type == "cpu":
+            prepare_cpu(self.vllm_config, self.model_runner)
 
     def rollout_meet(self, instructions: dict[str, object]) -> None:
         """Reach the sender of an update, if there is one, before a weight is touched."""

@@ -6,6 +6,8 @@ from enum import Enum
 import torch
 from vllm.config import VllmConfig as EngineConfig
 
+from rollout_vllm.plain import flattened
+
 # part of the report -> attribute of vLLM's resolved config; one that a version lacks is left out
 _PARTS = {
     "model": "model_config",
@@ -17,7 +19,17 @@ _PARTS = {
     "compilation": "compilation_config",
     "attention": "attention_config",
     "aux_output": "aux_output_config",
+    "speculative": "speculative_config",
 }
+# beginnings of the names of vLLM's methods, for linear layers and for experts, and what our config
+# calls them; from vllm/model_executor/layers/quantization/online/fp8.py, 0.23 to 0.32
+_QUANTISED = {
+    "Fp8PerTensorOnline": "fp8_per_tensor",
+    "Fp8PtpcOnline": "fp8_per_channel",
+    "Fp8PerBlockOnline": "fp8_per_block",
+}
+# of layers without weights, those that stay as they are, and the cache's
+_PLAIN_METHODS = ("NoneType", "Unquantized", "BaseKVCacheMethod", "Fp8KVCacheMethod")
 
 
 def report_settings(config: EngineConfig, *, model_runner: object) -> dict[str, dict[str, object]]:
@@ -28,7 +40,14 @@ def report_settings(config: EngineConfig, *, model_runner: object) -> dict[str, 
         if found is not None:
             parts[part] = found
     plain = {name: _plain(vars(part)) for name, part in parts.items()}
-    plain["worker"] = {"attention_backend": _attention_backend(model_runner)}
+    plain["hf_config"] = dict(flattened(config.model_config.hf_config.to_dict()))
+    plain["worker"] = {
+        "attention_backend": _attention_backend(model_runner),
+        "quantization": _quantization(getattr(model_runner, "model", None)),
+    }
+    limits = _multimodal_limits(config)
+    if limits is not None:
+        plain["multimodal"] = limits
     plain["process"] = {"id": os.getpid(), "torch_threads": torch.get_num_threads()}
     return plain
 
@@ -43,6 +62,29 @@ def _plain(values: dict[str, object]) -> dict[str, object]:
         elif isinstance(value, bool | int | float | str | None):
             plain[key] = value
     return plain
+
+
+def _multimodal_limits(config: EngineConfig) -> dict[str, object] | None:
+    """Most images and videos in a prompt; None for a model of text alone."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None:
+        return None
+    return {kind: multimodal.get_limit_per_prompt(kind) for kind in ("image", "video")}
+
+
+def _quantization(model: torch.nn.Module | None) -> str | None:
+    """What the layers' weights are quantised to, in our names or else vLLM's; None: nothing is."""
+    if model is None:
+        return None
+    kinds = {type(getattr(layer, "quant_method", None)).__name__ for layer in model.modules()}
+    found = sorted(
+        {
+            next((name for kind, name in _QUANTISED.items() if method.startswith(kind)), method)
+            for method in kinds
+            if not method.startswith(_PLAIN_METHODS)
+        }
+    )
+    return ", ".join(found) or None
 
 
 def _attention_backend(model_runner: object) -> str | None:

@@ -68,6 +68,13 @@ def _cpu_environment(config: VllmConfig) -> dict[str, EnvironmentSetting]:
             accepted=("nobind",),
             reason="vLLM binds threads only of workers in a process of their own; "
             "VllmConfig.cpu_threads sets how many threads there are",
+        )
+        if config.pipeline_parallel_size == 1
+        else EnvironmentSetting(
+            value="nobind",
+            rule="required",
+            reason="vLLM would give each stage cores of its own, of which there may be too few, "
+            "and others may work there; VllmConfig.cpu_threads sets how many threads each has",
         ),
         # threads that spin while they wait starve whoever shares the cores
         "OMP_WAIT_POLICY": EnvironmentSetting(

@@ -26,6 +26,7 @@ from typing import NamedTuple, final
 
 import attrs
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.engine import Engine, InFlight
 from rollout_vllm.gathered import gathered
@@ -77,6 +78,7 @@ class _Request(NamedTuple):
     prompt_ids: Sequence[int]
     params: SamplingParams
     options: RequestOptions
+    images: Sequence[PromptImage]
 
 
 @final
@@ -117,12 +119,13 @@ class ResumingEngine:
         num_samples: int,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """Draw completions, from their prefix again if an update ended them."""
         drawing = self._drawings[request_id] = _Drawing()
         greedy = params.temperature == 0.0
         try:
-            request = _Request(prompt_ids, params, options)
+            request = _Request(prompt_ids, params, options, images)
             drawn, interrupted = await self._part(drawing, request_id, request, num_samples)
             if not interrupted:
                 return drawn
@@ -142,6 +145,7 @@ class ResumingEngine:
         *,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Draw one completion, from its prefix again if an update ended it."""
         drawing = self._drawings[request_id] = _Drawing()
@@ -156,6 +160,7 @@ class ResumingEngine:
                     [*prompt_ids, *drawn],
                     params=continued_params(params, len(drawn)),
                     options=_continued_options(options, len(drawn)),
+                    images=images,
                 )
                 async with aclosing(deltas):
                     async for delta in deltas:
@@ -264,6 +269,7 @@ class ResumingEngine:
                 num_samples=num_samples,
                 params=request.params,
                 options=request.options,
+                images=request.images,
             )
         finally:
             drawing.running.discard(part)
@@ -284,6 +290,7 @@ class ResumingEngine:
                 [*request.prompt_ids, *first.token_ids],
                 continued_params(request.params, num_drawn),
                 _continued_options(request.options, num_drawn),
+                request.images,
             )
             (rest,), interrupted = await self._part(drawing, f"{name}/{num_drawn}", left, 1)
             first = joined(first, rest)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_vllm.config import VllmConfig
+from rollout_vllm.overrides import check_overridden_model
 
 # what the number of routed experts is called: Qwen-MoE, DeepSeek, Mixtral (transformers 5.19)
 _EXPERT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -18,7 +19,9 @@ def check_model(config: VllmConfig) -> None:
 
     Raises:
         ValueError: if the folder has no config.json, or no tokenizer for a server, if experts are
-            to be shared or returned and the model has none, or if they cannot be shared evenly.
+            to be shared or returned and the model has none, if they cannot be shared evenly, if
+            images are asked of a model that does not see, or the other way round, or if an entry
+            of `hf_overrides` would have no effect on this model, or hold weights in it.
     """
     file = Path(config.model) / "config.json"
     if not file.is_file():
@@ -35,7 +38,24 @@ def check_model(config: VllmConfig) -> None:
             f"({', '.join(_TOKENIZER_FILES)}); save it there"
         )
         raise ValueError(message)
-    experts = num_experts(json.loads(file.read_text(encoding="utf-8")))
+    described = json.loads(file.read_text(encoding="utf-8"))
+    check_sight(config, sees="vision_config" in described)
+    check_overridden_model(config.hf_overrides, described)
+    if config.quantization is not None and "quantization_config" in described:
+        message = (
+            f"VllmConfig: quantization = {config.quantization!r} is for files in bfloat16 or "
+            f"float16; the config.json of {config.model!r} says that its weights are quantised "
+            "(quantization_config)"
+        )
+        raise ValueError(message)
+    experts = num_experts(described)
+    if experts and config.quantization is not None and config.device == "cpu":
+        message = (
+            f"VllmConfig: quantization = {config.quantization!r} cannot run on the CPU with a "
+            f"mixture of experts ({experts} in {str(file)!r}): vLLM's CPU build has no kernel that "
+            "scales them (0.32); leave it out"
+        )
+        raise ValueError(message)
     wanted = {
         "expert_parallel_size": config.expert_parallel_size > 1,
         "return_routed_experts": config.return_routed_experts,
@@ -51,6 +71,36 @@ def check_model(config: VllmConfig) -> None:
         message = (
             f"VllmConfig: expert_parallel_size must divide the {experts} experts of the model, got "
             f"{config.expert_parallel_size}"
+        )
+        raise ValueError(message)
+
+
+def check_sight(config: VllmConfig, *, sees: bool) -> None:
+    """Refuse images for a model that does not see, and a model that sees without any.
+
+    Raises:
+        ValueError: with the setting that works.
+    """
+    if config.images_per_prompt and not sees:
+        message = (
+            f"VllmConfig: images_per_prompt = {config.images_per_prompt} has no effect: the "
+            f"config.json of {config.model!r} names no vision_config; leave it out"
+        )
+        raise ValueError(message)
+    if sees and not config.images_per_prompt:
+        message = (
+            f"VllmConfig: {config.model!r} is a model that sees, which vLLM does not start without "
+            "its image processor; set images_per_prompt to 1 or more"
+        )
+        raise ValueError(message)
+    if (
+        sees
+        and not (Path(config.model) / "preprocessor_config.json").is_file()
+        and not (Path(config.model) / "processor_config.json").is_file()
+    ):
+        message = (
+            f"VllmConfig: images need the model's processor, and {config.model!r} holds none "
+            "(preprocessor_config.json, processor_config.json); save it there"
         )
         raise ValueError(message)
 

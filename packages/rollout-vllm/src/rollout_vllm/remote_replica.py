@@ -27,10 +27,12 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, Self, cast, final
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.engine import InFlight
 from rollout_vllm.publication import Publication
 from rollout_vllm.replica import ReplicaLostError
+from rollout_vllm.sleep import MemoryChange
 
 
 class Remote(Protocol):
@@ -84,10 +86,21 @@ class RemoteReplica:
         return replica
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """As `VllmSampler.sample`; cancelling it frees the places over there."""
-        drawn = await self._call("sample", list(prompt_ids), num_samples=num_samples, params=params)
+        drawn = await self._call(
+            "sample",
+            list(prompt_ids),
+            num_samples=num_samples,
+            params=params,
+            images=tuple(images),
+        )
         return cast("list[Completion]", drawn)
 
     async def check_published(self, published: Publication) -> None:
@@ -99,6 +112,14 @@ class RemoteReplica:
     ) -> None:
         """As `VllmSampler.load_published`."""
         await self._call("load_published", published, keep=keep, in_flight=in_flight)
+
+    async def sleep(self, *, keep_weights: bool) -> MemoryChange:
+        """As `VllmSampler.sleep`."""
+        return cast("MemoryChange", await self._call("sleep", keep_weights=keep_weights))
+
+    async def wake(self) -> MemoryChange:
+        """As `VllmSampler.wake`, all parts."""
+        return cast("MemoryChange", await self._call("wake"))
 
     async def ping(self) -> PolicyVersion:
         """As `VllmSampler.ping`."""

@@ -6,12 +6,14 @@ from typing import Protocol
 
 import attrs
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.config import VllmConfig
 from rollout_vllm.engine import InFlight
 from rollout_vllm.errors import RolloutError
 from rollout_vllm.publication import Publication
 from rollout_vllm.replica_choice import MOST_ABOVE_MEAN
+from rollout_vllm.sleep import MemoryChange
 
 
 class ReplicaLostError(RolloutError):
@@ -25,7 +27,12 @@ class Replica(Protocol):
     """
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """As `VllmSampler.sample`."""
 
@@ -36,6 +43,12 @@ class Replica(Protocol):
         self, published: Publication, *, keep: bool, in_flight: InFlight
     ) -> None:
         """As `VllmSampler.load_published`."""
+
+    async def sleep(self, *, keep_weights: bool) -> MemoryChange:
+        """As `VllmSampler.sleep`."""
+
+    async def wake(self) -> MemoryChange:
+        """As `VllmSampler.wake`, all parts."""
 
     async def ping(self) -> PolicyVersion:
         """The version of its weights, if its engine is alive."""

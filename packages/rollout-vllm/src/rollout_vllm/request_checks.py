@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Sequence
 
+from rl_contracts.images import PromptImage, check_places
 from rl_contracts.rollout import SamplingParams
 from rollout_vllm.engine import Engine
 from rollout_vllm.options import RequestOptions
@@ -29,6 +30,36 @@ def checked_prompt(prompt_ids: Sequence[int], *, engine: Engine) -> list[int]:
         raise ValueError(message)
     _check_ids(prompt, "prompt_ids", engine=engine)
     return prompt
+
+
+def check_images(prompt_ids: Sequence[int], images: Sequence[PromptImage], *, most: int) -> None:
+    """Refuse images that vLLM would not show, or would show somewhere else.
+
+    Args:
+        prompt_ids: with every placeholder.
+        images: in the order of their places.
+        most: `VllmConfig.images_per_prompt`.
+
+    Raises:
+        ValueError: names the image.
+    """
+    if len(images) > most:
+        message = (
+            f"sample: expected at most {most} images (VllmConfig.images_per_prompt), got "
+            f"{len(images)}"
+        )
+        raise ValueError(message)
+    check_places("sample", images, num_tokens=len(prompt_ids))
+    for number, image in enumerate(images):
+        first = image.first_token
+        placeholders = set(prompt_ids[first : first + image.num_tokens])
+        if len(placeholders) > 1:
+            message = (
+                f"sample: image {number} stands at the tokens {first} to "
+                f"{first + image.num_tokens - 1} of the prompt, expected one and the same "
+                f"placeholder there, got the ids {sorted(placeholders)}"
+            )
+            raise ValueError(message)
 
 
 def check_params(

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, final
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.admission import Admission
 from rollout_vllm.config import Dtype, VllmConfig
@@ -29,7 +30,7 @@ from rollout_vllm.lifetime import Lifetime
 from rollout_vllm.model_checks import check_model
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.publication import Publication
-from rollout_vllm.request_checks import check_params, checked_prompt
+from rollout_vllm.request_checks import check_images, check_params, checked_prompt
 from rollout_vllm.sleep import PARTS, MemoryChange, Part
 from rollout_vllm.starting import bound_server, model_tensors, serve, started_engine
 from rollout_vllm.weight_updates import WeightUpdates
@@ -156,6 +157,7 @@ class VllmSampler:
         num_samples: int,
         params: SamplingParams,
         options: RequestOptions = _PLAIN,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """Draw `num_samples` completions of one prompt.
 
@@ -166,21 +168,31 @@ class VllmSampler:
         the reason `length`, where prompt and completion fill `max_model_len`, and with the reason
         `abort`, holding what it has, at `options.deadline_s`.
 
+        `images` stand at their placeholders in `prompt_ids`, all of which are there. A completion
+        whose prompt vLLM would read otherwise than `prompt_ids` is an error.
+
         Cancelling the awaiting task frees the requests' places.
 
         Raises:
             ValueError: for an empty prompt, a prompt that leaves no room for a token, a token id
-                that the model does not know, `num_samples` below 1, or parameters that vLLM
-                would change or that have no effect.
+                that the model does not know, `num_samples` below 1, parameters that vLLM would
+                change or that have no effect, or images that do not stand at placeholders or are
+                more than `VllmConfig.images_per_prompt`.
             GenerationError: if vLLM fails on this request.
             SamplerClosedError: if the sampler is or gets closed.
         """
         self._admission.check()
         prompt = checked_prompt(prompt_ids, engine=self._engine)
         check_params(params, options, num_samples=num_samples, engine=self._engine)
+        check_images(prompt, images, most=self._config.images_per_prompt)
         with self._admission.request() as request_id:
             drawing = self._engine.generate(
-                request_id, prompt, num_samples=num_samples, params=params, options=options
+                request_id,
+                prompt,
+                num_samples=num_samples,
+                params=params,
+                options=options,
+                images=images,
             )
             if options.deadline_s is None:
                 completions = await drawing
@@ -196,6 +208,7 @@ class VllmSampler:
         *,
         params: SamplingParams,
         options: RequestOptions = _PLAIN,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Draw one completion and yield its tokens as they are drawn.
 
@@ -212,6 +225,7 @@ class VllmSampler:
         self._admission.check()
         prompt = checked_prompt(prompt_ids, engine=self._engine)
         check_params(params, options, num_samples=1, engine=self._engine)
+        check_images(prompt, images, most=self._config.images_per_prompt)
         if options.deadline_s is not None:
             message = (
                 f"stream: deadline_s = {options.deadline_s} is for sample; break the loop, or put "
@@ -219,7 +233,9 @@ class VllmSampler:
             )
             raise ValueError(message)
         with self._admission.request() as request_id:
-            deltas = self._engine.stream(request_id, prompt, params=params, options=options)
+            deltas = self._engine.stream(
+                request_id, prompt, params=params, options=options, images=images
+            )
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:
                     self._admission.check_open()

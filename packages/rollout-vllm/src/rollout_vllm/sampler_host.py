@@ -13,12 +13,14 @@ import os
 from collections.abc import Sequence
 from typing import final
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.config import VllmConfig
 from rollout_vllm.engine import InFlight
 from rollout_vllm.errors import SamplerClosedError
 from rollout_vllm.publication import Publication
 from rollout_vllm.sampler import VllmSampler
+from rollout_vllm.sleep import MemoryChange
 
 
 @final
@@ -46,10 +48,17 @@ class SamplerHost:
         return os.getpid()
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """As `VllmSampler.sample`."""
-        return await self._started().sample(prompt_ids, num_samples=num_samples, params=params)
+        return await self._started().sample(
+            prompt_ids, num_samples=num_samples, params=params, images=images
+        )
 
     async def check_published(self, published: Publication) -> None:
         """As `VllmSampler.check_published`."""
@@ -60,6 +69,14 @@ class SamplerHost:
     ) -> None:
         """As `VllmSampler.load_published`."""
         await self._started().load_published(published, keep=keep, in_flight=in_flight)
+
+    async def sleep(self, *, keep_weights: bool) -> MemoryChange:
+        """As `VllmSampler.sleep`; running requests are kept."""
+        return await self._started().sleep(keep_weights=keep_weights)
+
+    async def wake(self) -> MemoryChange:
+        """As `VllmSampler.wake`, all parts."""
+        return await self._started().wake()
 
     async def ping(self) -> PolicyVersion:
         """As `VllmSampler.ping`."""

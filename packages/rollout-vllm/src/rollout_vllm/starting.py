@@ -44,7 +44,8 @@ async def started_engine(config: VllmConfig, *, policy_version: PolicyVersion) -
 
     Raises:
         ValueError: if the environment contradicts the config, or vLLM does not know the server's
-            parser of tool calls.
+            parser of tool calls, or
+            the model's tokenizer, where there is one, ends completions elsewhere than the model.
         StartError: if vLLM does not start, or runs something else than was configured.
     """
     arguments = config.effective_engine_args()
@@ -56,9 +57,12 @@ async def started_engine(config: VllmConfig, *, policy_version: PolicyVersion) -
         engine = VllmEngine.start(
             {name: argument.value for name, argument in arguments.items()},
             device=config.device,
+            serves=config.server is not None,
         )
     try:
-        await engine.prepare_weight_updates()
+        if config.images_per_prompt:
+            engine.check_end_of_sequence()
+        await engine.prepare()
         await engine.set_version(policy_version)
         if config.data_parallel_size > 1:
             await engine.spread_seeds()

@@ -22,6 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.device_rules import Device
 from rollout_vllm.engine import InFlight
@@ -33,6 +34,7 @@ from rollout_vllm.errors import (
 )
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.sleep import Part
+from rollout_vllm.vllm_prompts import Prompt
 from rollout_vllm.vllm_requests import Requests, engine_params
 
 # VLLMError is the base of all from 0.28 on; earlier errors of a request derive from ValueError
@@ -75,7 +77,7 @@ class VllmEngine:
         self._requests = Requests(engine, routed=routed)
 
     @classmethod
-    def start(cls, arguments: Mapping[str, object], *, device: Device) -> Self:
+    def start(cls, arguments: Mapping[str, object], *, device: Device, serves: bool) -> Self:
         """Start the engine's process and wait until it is ready.
 
         Raises:
@@ -101,7 +103,7 @@ class VllmEngine:
         return cls(
             engine,
             routed=bool(arguments.get("enable_return_routed_experts")),
-            serves=not arguments["skip_tokenizer_init"],
+            serves=serves,
         )
 
     @property
@@ -127,6 +129,7 @@ class VllmEngine:
         num_samples: int,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """Draw completions; cancelling it frees their places."""
         # greedy samples of one prompt are all the same
@@ -136,7 +139,9 @@ class VllmEngine:
             for sample in range(1 if greedy else num_samples)
         ]
         with _translated(), _translated_request():
-            completions = await self._requests.draw(request_id, prompt_ids, sampling)
+            completions = await self._requests.draw(
+                request_id, Prompt(prompt_ids, images), sampling
+            )
         return completions * num_samples if greedy else completions
 
     async def stream(
@@ -146,10 +151,12 @@ class VllmEngine:
         *,
         params: SamplingParams,
         options: RequestOptions,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Draw one completion and yield its tokens as they come; closing it frees its place."""
         sampling = engine_params(params, options, sample=0, stream=True)
-        async with aclosing(self._requests.stream(request_id, prompt_ids, sampling)) as deltas:
+        prompt = Prompt(prompt_ids, images)
+        async with aclosing(self._requests.stream(request_id, prompt, sampling)) as deltas:
             with _translated(), _translated_request():
                 async for delta in deltas:
                     yield delta
@@ -203,16 +210,27 @@ class VllmEngine:
         ends = known if isinstance(known, list) else [known]
         if found is not None and found not in ends:
             message = (
-                f"VllmConfig.server: the tokenizer's end of sequence is token {found}, and that of "
-                f"the model (generation_config.json, config.json) {known}; with a server vLLM ends "
-                "every completion at both; make the files agree"
+                f"VllmConfig: the tokenizer's end of sequence is token {found}, and that of "
+                f"the model (generation_config.json, config.json) {known}; with a server or images "
+                "vLLM ends every completion at both; make the files agree"
             )
             raise ValueError(message)
 
-    async def prepare_weight_updates(self) -> None:
-        """Set up the transfer that `update_weights` uses."""
+    async def prepare(self) -> None:
+        """Set up the transfer that `update_weights` uses, and what vLLM has left undone.
+
+        Raises:
+            StartError: if a worker cannot do what was configured.
+        """
         with _translated():
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest())
+            try:
+                await self._engine.collective_rpc("rollout_prepare")
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                # the border of the engine's process, as below
+                raise StartError(f"vLLM started, and cannot be used: {error}") from error
 
     async def hold(self, in_flight: InFlight) -> None:
         """Let no request move, and clear all caches."""

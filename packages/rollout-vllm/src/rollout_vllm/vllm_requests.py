@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import final
 
 from vllm import SamplingParams as EngineSamplingParams
-from vllm.inputs import EngineInput, tokens_input
+from vllm.inputs import EngineInput
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -26,6 +26,7 @@ from rollout_vllm.errors import GenerationError
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.routing import RoutedCompletion
 from rollout_vllm.token_versions import TokenVersions
+from rollout_vllm.vllm_prompts import Prompt
 
 _FINISH_REASONS: Mapping[str | None, FinishReason] = {
     "stop": "stop",
@@ -69,7 +70,7 @@ class Requests:
     async def draw(
         self,
         request_id: str,
-        prompt_ids: Sequence[int],
+        prompt: Prompt,
         params: Sequence[EngineSamplingParams],
     ) -> list[Completion]:
         """One completion for each entry of `params`; cancelling it frees their places."""
@@ -78,9 +79,9 @@ class Requests:
         self._samples[request_id] = samples
         try:
             for sample, sampling in zip(samples, params, strict=True):
-                collectors.append(await self._add(sample, prompt_ids, sampling))
+                collectors.append(await self._add(sample, prompt, sampling))
             return [
-                self._completion(sample, await _next(collector), num_prompt=len(prompt_ids))
+                self._completion(sample, await _next(collector), prompt=prompt)
                 for sample, collector in zip(samples, collectors, strict=True)
             ]
         except BaseException:
@@ -90,7 +91,7 @@ class Requests:
             self._forget(request_id)
 
     async def stream(
-        self, request_id: str, prompt_ids: Sequence[int], params: EngineSamplingParams
+        self, request_id: str, prompt: Prompt, params: EngineSamplingParams
     ) -> AsyncGenerator[TokenDelta, None]:
         """The tokens of one completion as they are drawn; closing it frees its place."""
         sample = f"{request_id}-0"
@@ -98,10 +99,11 @@ class Requests:
         collectors: list[RequestOutputCollector] = []
         num_tokens = 0
         try:
-            collectors.append(await self._add(sample, prompt_ids, params))
+            collectors.append(await self._add(sample, prompt, params))
             finished = False
             while not finished:
                 output = await _next(collectors[0])
+                prompt.check_read(output.prompt_token_ids)
                 finished = output.finished
                 (part,) = output.outputs
                 token_ids, logprobs = _tokens(part)
@@ -177,10 +179,10 @@ class Requests:
             await asyncio.sleep(0)
 
     async def _add(
-        self, sample: str, prompt_ids: Sequence[int], params: EngineSamplingParams
+        self, sample: str, prompt: Prompt, params: EngineSamplingParams
     ) -> RequestOutputCollector:
         self._versions.begin(sample)
-        return await self._engine.add_request(sample, tokens_input(list(prompt_ids)), params)
+        return await self._engine.add_request(sample, prompt.for_engine(), params)
 
     async def _abandon(self, collectors: Sequence[RequestOutputCollector]) -> None:
         if not self._engine.errored:
@@ -192,7 +194,8 @@ class Requests:
         for sample in self._samples.pop(request_id):
             self._versions.forget(sample)
 
-    def _completion(self, sample: str, output: RequestOutput, *, num_prompt: int) -> Completion:
+    def _completion(self, sample: str, output: RequestOutput, *, prompt: Prompt) -> Completion:
+        prompt.check_read(output.prompt_token_ids)
         (part,) = output.outputs
         token_ids, logprobs = _tokens(part)
         # vLLM says it itself from 0.32 on
@@ -212,7 +215,7 @@ class Requests:
             finish_reason=_reason(part),
         )
         if self._routed and token_ids:
-            return _with_experts(completion, part, num_prompt=num_prompt)
+            return _with_experts(completion, part, num_prompt=len(prompt.token_ids))
         return completion
 
 
