@@ -9,8 +9,10 @@ have met other answers of every kind before, as they have after the first steps 
     MATH-like         MathAnswer; one problem in eight has an answer that needs algebra, and each of
                       its wrong samples is one of four different ones
     pairs, grouped    MathAnswer on the collected hard pairs, each 16 times
-    pairs, cold       the same, once each: nothing is remembered, half of them need algebra
-    code              CodeAnswer, one test case in one sandbox for each answer
+    pairs, cold       the same, once each: nothing is remembered, four in ten need algebra
+    roots, cold       MathAnswer on numbers with square roots, each of which is seen once
+    code              CodeAnswer, one test case in one sandbox for each answer; a program that
+                      reads and prints, and a function
 
     ./run benchmarks/grading.py --output benchmarks/results/grading.json
 """
@@ -48,8 +50,8 @@ PAIRS = Path(__file__).parents[1] / "packages/rl-tasks/tests/math_pairs.jsonl"
 TARGET = 2_000
 """Answers per second."""
 
-REPEATS = 3
-"""Of which the fastest counts: other work on the machine only slows."""
+REPEATS = 5
+"""Of which the median counts."""
 
 GROUP = 16
 FILLER = "We set up the equation, simplify both sides, and check the result once more. " * 4
@@ -113,6 +115,23 @@ def grouped_pairs() -> list[Answer]:
     return [one for one in pairs() for _ in range(GROUP)]
 
 
+def roots(count: int) -> list[Answer]:
+    """Half of them are right, written in another way; no two are equal."""
+    answers = []
+    for number in range(2, count + 2):
+        right = f"\\frac{{{number}+\\sqrt{{{number**2 + 1}}}}}{{2}}"
+        got = f"\\frac{{{number}}}{{2}}+\\frac{{\\sqrt{{{number**2 + 1 + number % 2}}}}}{{2}}"
+        answers.append(answer(right, f"\\boxed{{{got}}}"))
+    return answers
+
+
+def functions(count: int) -> list[Answer]:
+    """Equal functions, each called by itself."""
+    tests = json.dumps({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"})
+    text = "```python\ndef add(a: int, b: int) -> int:\n    return a + b\n```"
+    return [Answer(problem=problem(tests), text=text, finish_reason="stop") for _ in range(count)]
+
+
 def programs(count: int) -> list[Answer]:
     """Equal programs, each run by itself."""
     tests = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
@@ -137,9 +156,14 @@ def cases() -> list[Case]:
         ("MathAnswer, MATH-like", algebra, functools.partial(math_like, 16_000), 8),
         ("MathAnswer, pairs, grouped", algebra, grouped_pairs, 8),
         ("MathAnswer, pairs, cold", algebra, lambda: list(pairs()), 8),
+        ("MathAnswer, roots, cold", algebra, functools.partial(roots, 400), 8),
     ]
     try:
-        listed.append(("CodeAnswer", {"bench": CodeAnswer()}, functools.partial(programs, 100), 4))
+        code: Mapping[str, Reward] = {"bench": CodeAnswer()}
+        listed += [
+            ("CodeAnswer", code, functools.partial(programs, 400), 4),
+            ("CodeAnswer, functions", code, functools.partial(functions, 400), 4),
+        ]
     except SandboxUnavailableError as error:
         print(f"CodeAnswer left out: {error}", file=sys.stderr)
     return listed
@@ -200,21 +224,22 @@ def measure(name: str) -> dict[str, str | int | float]:
     }
 
 
-def fastest(name: str) -> dict[str, str | int | float]:
-    """The fastest of some runs, each in a process of its own."""
+def median_of_runs(name: str) -> dict[str, object]:
+    """The middle one of some runs, each in a process of its own."""
     runs = []
     for _ in range(REPEATS):
         command = [sys.executable, __file__, "--only", name]
         run = subprocess.run(command, check=True, capture_output=True, text=True)
         runs.append(json.loads(run.stdout))
-    best: dict[str, str | int | float] = max(runs, key=lambda run: float(run["answers_per_s"]))
+    runs.sort(key=lambda run: float(run["answers_per_s"]))
+    middle: dict[str, object] = runs[REPEATS // 2]
     print(
-        f"{name:28} {best['answers']:6} answers {best['answers_per_s']:10}/s "
-        f"{best['of_target']:8} of the target  mean {best['mean']}  "
-        f"not graded {best['not_graded']}",
+        f"{name:28} {middle['answers']:6} answers {middle['answers_per_s']:10}/s "
+        f"{middle['of_target']:8} of the target  mean {middle['mean']}  "
+        f"not graded {middle['not_graded']}",
         flush=True,
     )
-    return best
+    return {**middle, "all_answers_per_s": [run["answers_per_s"] for run in runs]}
 
 
 def main() -> None:
@@ -227,7 +252,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.only)))
         return
     load = os.getloadavg()[0]
-    lines = [fastest(name) for name, *_ in cases()]
+    lines = [median_of_runs(name) for name, *_ in cases()]
     if arguments.output:
         report = {
             "target_answers_per_s": TARGET,

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,7 @@ class Server(ThreadingHTTPServer):
     finish_reason = "stop"
     raw: bytes | None = None
     trickle = False
+    trickle_headers = False
     silent: threading.Event | None = None
     location: str | None = None
     announced = 0
@@ -63,6 +65,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Location", server.location)
         if not server.trickle:
             self.send_header("Content-Length", str(len(body) + server.announced))
+        if server.trickle_headers:
+            self.flush_headers()
+            number = 0
+            while not server.stopped.wait(0.02):
+                number += 1
+                self.wfile.write(b"X-%d: y\r\n" % number)
         self.end_headers()
         while server.trickle and not server.stopped.wait(0.02):
             self.wfile.write(b" ")
@@ -208,6 +216,34 @@ def test_a_silent_a_slow_and_an_absent_judge_end(server: Server) -> None:
     assert graded(hasty) == RewardResult(value=None, reason="judge_timed_out")
     absent = judge(server, base_url="http://127.0.0.1:9/v1", max_retries=0)
     assert graded(absent) == RewardResult(value=None, reason="judge_unreachable")
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_headers_that_trickle_end_in_time(server: Server, status: int) -> None:
+    """Each byte comes in time and the whole never does; every attempt has its own time."""
+    server.say = lambda word, _: f"VERDICT {word}: RIGHT"
+    server.status = status
+    server.trickle_headers = True
+    hasty = judge(server, timeout_s=0.4, max_retries=1)
+    threads = threading.active_count()
+    assert graded(hasty) == RewardResult(value=None, reason="judge_timed_out")
+    assert len(server.asked) == 2
+    server.trickle_headers = False
+    server.status = 200
+    patient = judge(server, max_retries=0)
+    assert graded(patient).value == 1.0
+    server.stopped.set()
+    deadline = time.monotonic() + 60
+    while threading.active_count() > threads:  # neither a timer nor a connection is left
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_body_without_length_that_is_cut_by_the_deadline_is_no_answer(server: Server) -> None:
+    """Its end looks like the end of the body; the judge has not decided for all that."""
+    server.say = lambda word, _: f"VERDICT {word}: RIGHT"
+    server.trickle = True
+    assert graded(judge(server, timeout_s=0.3, max_retries=0)).reason == "judge_timed_out"
 
 
 def test_the_body_of_a_refusal_is_not_waited_for(server: Server) -> None:

@@ -110,14 +110,22 @@ def test_a_hostile_answer_ends_in_time_and_harms_nobody(tmp_path: Path) -> None:
     value, reason = graded(r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}", r"\sqrt{2}", timeout_s=0.5)
     assert value is None
     assert reason in {"timed_out", "grader_died", "grader_failed_MemoryError"}
-    assert graded(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", timeout_s=60.0) == (1.0, "right")
+    assert graded(r"\boxed{\sqrt[3]{16}}", r"2\sqrt[3]{2}", timeout_s=60.0) == (1.0, "right")
+
+
+def test_a_cube_root_needs_algebra() -> None:
+    """The tests of workers grade such answers; one that is decided here would test nothing."""
+    texts = (r"\sqrt[3]{16}", r"2\sqrt[3]{2}")
+    assert answers_are_equal(*texts, percent="either", needs_algebra=False) is None
 
 
 def test_grading_works_in_a_thread_that_is_not_the_main_one() -> None:
     """A34: a time-out by signal raises there, and every answer then scores 0."""
     results: list[tuple[float | None, str]] = []
     thread = threading.Thread(
-        target=lambda: results.append(graded(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", timeout_s=60.0))
+        target=lambda: results.append(
+            graded(r"\boxed{\sqrt[3]{16}}", r"2\sqrt[3]{2}", timeout_s=60.0)
+        )
     )
     thread.start()
     thread.join(timeout=120)
@@ -131,7 +139,7 @@ def test_a_script_without_a_guard_can_grade(tmp_path: Path) -> None:
         "print('started')\n"
         "from rl_tasks import MathAnswer\n"
         "answer = MathAnswer(timeout_s=60.0)(\n"
-        "    r'\\boxed{\\sqrt{8}}', ground_truth=r'2\\sqrt{2}', finish_reason='stop')\n"
+        "    r'\\boxed{\\sqrt[3]{16}}', ground_truth=r'2\\sqrt[3]{2}', finish_reason='stop')\n"
         "print(answer.reason)\n"
     )
     result = subprocess.run(
@@ -152,16 +160,16 @@ from rl_tasks import MathAnswer, math_pool
 signal.signal(signal.SIGINT, lambda *_: None)
 def grade(answer):
     reward = MathAnswer(timeout_s=60.0)
-    return reward(answer, ground_truth="2\\\\sqrt{2}", finish_reason="stop").reason
-reasons = [grade("\\\\boxed{\\\\sqrt{8}}")]
+    return reward(answer, ground_truth="2\\\\sqrt[3]{2}", finish_reason="stop").reason
+reasons = [grade("\\\\boxed{\\\\sqrt[3]{16}}")]
 os.killpg(0, signal.SIGINT)
-reasons.append(grade("\\\\boxed{\\\\sqrt{7}}"))
+reasons.append(grade("\\\\boxed{\\\\sqrt[3]{7}}"))
 for lock in math_pool._LOCKS:
     lock.acquire()
 child = os.fork()
 if child == 0:
     signal.alarm(120)
-    os._exit(0 if grade("\\\\boxed{\\\\sqrt{8}}") == "right" else 1)
+    os._exit(0 if grade("\\\\boxed{\\\\sqrt[3]{16}}") == "right" else 1)
 print(*reasons, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     result = subprocess.run(
@@ -180,8 +188,8 @@ def test_a_worker_that_dies_is_replaced() -> None:
     """What it was comparing has no value; the next answer gets a worker of its own."""
     pool = math_pool._Pool(1)
     request: dict[str, str | float] = {
-        "answer": r"\sqrt{8}",
-        "ground_truth": r"2\sqrt{2}",
+        "answer": r"\sqrt[3]{16}",
+        "ground_truth": r"2\sqrt[3]{2}",
         "percent": "either",
         "timeout_s": 60.0,
     }
@@ -206,10 +214,10 @@ def test_many_answers_at_once_are_graded_as_one_by_one() -> None:
     problem = Problem(
         problem_id="p",
         messages=(ChatMessage(role="user", content="?"),),
-        ground_truth=r"2\sqrt{2}",
+        ground_truth=r"2\sqrt[3]{2}",
         data_source="math",
     )
-    texts = [r"\boxed{\sqrt{8}}", r"\boxed{3}", "none", r"\boxed{2\sqrt2}"] * 5
+    texts = [r"\boxed{\sqrt[3]{16}}", r"\boxed{3}", "none", r"\boxed{2\cdot\sqrt[3]{2}}"] * 5
     answers = [Answer(problem=problem, text=text, finish_reason="stop") for text in texts]
     results = grade_all({"math": MathAnswer(timeout_s=60.0)}, answers, num_threads=4)
     assert [result.value for result in results] == [1.0, 0.0, 0.0, 1.0] * 5

@@ -1,5 +1,6 @@
 """Published data sets to verl's schema."""
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from rl_tasks import NothingLeftError, RowError, TaskError, load_problems, prepare
 from rl_tasks.cli import main
@@ -18,6 +20,13 @@ def table(path: Path, *rows: Mapping[str, object]) -> Path:
     return path
 
 
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), (10, 20, 30)).save(file, format="PNG")
+    return file.getvalue()
+
+
+PNG = png()
 GSM8K = {
     "question": "Natalia sold 48 clips, then half as many. How many?",
     "answer": "She sold 48/2 = <<48/2=24>>24.\n48+24 = <<48+24=72>>72.\n#### 1,072",
@@ -29,7 +38,7 @@ MATH = {
     "solution": "It is $\\boxed{\\frac{3}{2}}$.",
 }
 GEOMETRY = {
-    "images": [{"bytes": b"\x89PNG", "path": None}],
+    "images": [{"bytes": PNG, "path": "images/0.png"}],
     "problem": "<image>Find x.",
     "answer": "3",
 }
@@ -105,20 +114,37 @@ def test_dapo_math_is_written_once_and_without_contradictions(tmp_path: Path) ->
     assert pq.read_table(output).to_pylist() == [dapo("a", "1"), dapo("c", "4")]
 
 
-def test_geometry3k_keeps_its_images_and_is_refused_as_text(tmp_path: Path) -> None:
-    """Images stay bytes and path, as verl reads them; a text-only prompt cannot show them."""
+def test_geometry3k_keeps_its_images(tmp_path: Path) -> None:
+    """Images are bytes and path, as verl reads them; what was written is read back with them."""
     table(tmp_path / "in" / "test-0.parquet", GEOMETRY)
     output = tmp_path / "geometry.parquet"
     prepare("geometry3k", source=tmp_path / "in", output=output, split="test")
     (row,) = pq.read_table(output).to_pylist()
-    assert row["images"] == GEOMETRY["images"]
+    assert row["images"] == [{"bytes": PNG, "path": None}]
     assert row["prompt"][0]["content"].startswith("<image>Find x. You FIRST think about")
     assert row["reward_model"] == {"style": "rule", "ground_truth": "3"}
-    with pytest.raises(RowError, match=r"row 0 \(from 0\), images: rows with images are not"):
-        load_problems([output], known_sources=None)
+    (problem,) = load_problems([output], known_sources=None).problems
+    assert problem.images == (PNG,)
+    assert problem.data_source == "hiyouga/geometry3k"
     table(tmp_path / "in" / "test-0.parquet", {**GEOMETRY, "problem": "Find x."})
     with pytest.raises(RowError, match="problem: expected one <image> for each of 1 images, got 0"):
         prepare("geometry3k", source=tmp_path / "in", output=output, split="test")
+    broken = {**GEOMETRY, "images": [{"bytes": PNG[:20], "path": None}]}
+    table(tmp_path / "in" / "test-0.parquet", broken)
+    with pytest.raises(RowError, match=r"row 0 \(from 0\), images\[0\]: expected an image file"):
+        prepare("geometry3k", source=tmp_path / "in", output=output, split="test")
+
+
+def test_images_beside_the_published_file_come_along(tmp_path: Path) -> None:
+    """A path is read from the folder of the published file, and written as bytes."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "one.png").write_bytes(PNG)
+    given = {**GEOMETRY, "images": [{"bytes": None, "path": "one.png"}]}
+    table(tmp_path / "in" / "test-0.parquet", given)
+    output = tmp_path / "elsewhere.parquet"
+    prepare("geometry3k", source=tmp_path / "in", output=output, split="test")
+    (problem,) = load_problems([output], known_sources=None).problems
+    assert problem.images == (PNG,)
 
 
 def test_a_row_without_an_answer_is_named_or_counted(tmp_path: Path) -> None:

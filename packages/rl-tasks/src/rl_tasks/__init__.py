@@ -9,6 +9,7 @@ from rl_tasks.addition import (
 from rl_tasks.chat import (
     EncodedProblem,
     EncodedProblems,
+    LoadedImages,
     Tokenizer,
     decode_completion,
     encode_problems,
@@ -38,13 +39,12 @@ from rl_tasks.rewards import (
     grade_all,
     summarise,
 )
-from rl_tasks.sandbox import (
+from rl_tasks.sandbox import check_sandbox, run_python
+from rl_tasks.sandbox_limits import (
     ProgramResult,
     SandboxFailedError,
     SandboxLimits,
     SandboxUnavailableError,
-    check_sandbox,
-    run_python,
 )
 from rl_tasks.shape import LengthWithin, TaggedSections
 from rl_tasks.tools import (
@@ -74,6 +74,7 @@ __all__ = [
     "LastNumber",
     "LengthWithin",
     "LlmJudge",
+    "LoadedImages",
     "LoadedProblems",
     "MathAnswer",
     "NothingLeftError",

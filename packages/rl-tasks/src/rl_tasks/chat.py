@@ -5,13 +5,17 @@ tool schemas, system defaults and the opening of the assistant's turn are counte
 in it. No prompt is ever truncated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import index
-from typing import Literal, Protocol, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, SupportsIndex, TypeAlias
 
 from rl_tasks.errors import NothingLeftError, TaskError
 from rl_tasks.problem import ChatMessage, JsonValue, Problem
+from rl_tasks.special_tokens import refuse_special_tokens
+
+if TYPE_CHECKING:
+    from rl_contracts.images import ImagePatches, PromptImage
 
 ToolSchema: TypeAlias = dict[str, JsonValue] | Callable[..., object]
 """What transformers takes for a tool; here always a JSON schema."""
@@ -38,12 +42,30 @@ class Tokenizer(Protocol):
         """The text of some ids; a list only for a list of lists."""
 
 
+class LoadedImages(NamedTuple):
+    """The images of one prompt."""
+
+    shown: "tuple[PromptImage, ...]"
+    """For the sampler."""
+
+    patches: "tuple[ImagePatches, ...]"
+    """For the trainer."""
+
+
+def _no_images() -> LoadedImages:
+    return LoadedImages(shown=(), patches=())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedProblem:
     """A problem with the token ids of its prompt."""
 
     problem: Problem
     prompt_ids: tuple[int, ...]
+
+    load_images: "Callable[[], LoadedImages]" = field(default=_no_images, compare=False, repr=False)
+    """Decodes and processes the images of the prompt, each time anew; nothing where there are
+    none. The completions of one prompt share what one call returned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +83,25 @@ def encode_prompt(
     messages: Sequence[ChatMessage],
     *,
     tools: Sequence[Mapping[str, JsonValue]] = (),
+    name: str = "prompt",
 ) -> tuple[int, ...]:
     """Token ids of a chat, up to where the assistant's answer begins.
 
     A text begins once: where both the template and the tokenizer put a BOS, one of them is left
     out (vllm-project/vllm#27486).
 
+    Args:
+        tokenizer: renders and encodes.
+        messages: the chat.
+        tools: schemas that the template shows to the model.
+        name: of the prompt, for messages.
+
     Raises:
         TypeError: if the tokenizer returns something other than token ids.
         ValueError: if it returns none.
+        TaskError: for a message whose text holds a special token (`rl_tasks.special_tokens`).
     """
+    refuse_special_tokens(tokenizer, messages, where=name)
     ids = render_chat(tokenizer, messages, tools=tools, add_generation_prompt=True)
     if not ids:
         message = f"the chat template rendered {len(messages)} messages to no token at all"
@@ -124,31 +155,60 @@ def encode_problems(
         tools: schemas that the template shows to the model, for every problem.
 
     Raises:
-        TaskError: for a prompt over the limit, if that is an error.
+        TaskError: for a prompt over the limit, if that is an error, or one that shows images or
+            holds a special token.
         NothingLeftError: if no problem is left.
     """
-    encoded = []
+    encoded = (
+        EncodedProblem(
+            problem=_text_alone(problem),
+            prompt_ids=encode_prompt(
+                tokenizer, problem.messages, tools=tools, name=f"problem {problem.problem_id}"
+            ),
+        )
+        for problem in problems
+    )
+    return kept_problems(encoded, max_prompt_tokens=max_prompt_tokens, overlong=overlong)
+
+
+def _text_alone(problem: Problem) -> Problem:
+    if problem.images:
+        message = (
+            f"problem {problem.problem_id} shows {len(problem.images)} images, which a tokenizer "
+            "cannot encode; give the model's processor to rl_tasks.vision_chat"
+        )
+        raise TaskError(message)
+    return problem
+
+
+def kept_problems(
+    encoded: Iterable[EncodedProblem],
+    *,
+    max_prompt_tokens: int,
+    overlong: Literal["error", "drop"],
+) -> EncodedProblems:
+    """Decide what happens to prompts that are too long; see `encode_problems`."""
+    kept = []
     lengths = []
-    for problem in problems:
-        prompt_ids = encode_prompt(tokenizer, problem.messages, tools=tools)
-        lengths.append(len(prompt_ids))
-        if len(prompt_ids) <= max_prompt_tokens:
-            encoded.append(EncodedProblem(problem=problem, prompt_ids=prompt_ids))
+    for each in encoded:
+        lengths.append(len(each.prompt_ids))
+        if len(each.prompt_ids) <= max_prompt_tokens:
+            kept.append(each)
         elif overlong == "error":
             message = (
-                f"problem {problem.problem_id}: its prompt has {len(prompt_ids)} tokens, the limit "
-                f"is max_prompt_tokens = {max_prompt_tokens}; raise the limit, or choose "
+                f"problem {each.problem.problem_id}: its prompt has {lengths[-1]} tokens, the "
+                f"limit is max_prompt_tokens = {max_prompt_tokens}; raise the limit, or choose "
                 "overlong = 'drop' to leave such problems out"
             )
             raise TaskError(message)
-    if not encoded:
+    if not kept:
         shortest = f"; the shortest prompt has {min(lengths)} tokens" if lengths else ""
         message = (
-            f"0 of {len(problems)} problems left after dropping prompts longer than "
+            f"0 of {len(lengths)} problems left after dropping prompts longer than "
             f"max_prompt_tokens = {max_prompt_tokens}{shortest}"
         )
         raise NothingLeftError(message)
-    return EncodedProblems(problems=tuple(encoded), num_overlong=len(problems) - len(encoded))
+    return EncodedProblems(problems=tuple(kept), num_overlong=len(lengths) - len(kept))
 
 
 def decode_completion(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

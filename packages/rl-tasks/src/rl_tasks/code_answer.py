@@ -23,13 +23,12 @@ import attrs
 from rl_contracts import FinishReason
 from rl_tasks.problem import JsonValue
 from rl_tasks.rewards import RewardResult
-from rl_tasks.sandbox import (
+from rl_tasks.sandbox import check_sandbox, run_python
+from rl_tasks.sandbox_limits import (
     ProgramResult,
     SandboxFailedError,
     SandboxLimits,
     SandboxUnavailableError,
-    check_sandbox,
-    run_python,
 )
 
 _MAX_CODE = 200_000

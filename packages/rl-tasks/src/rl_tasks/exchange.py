@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from rl_contracts import Completion, PolicyVersion, Trajectory
 from rl_tasks.chat import Tokenizer, render_chat
 from rl_tasks.problem import ChatMessage, JsonValue
+from rl_tasks.special_tokens import without_special_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +134,9 @@ def ids_between_turns(
 ) -> tuple[int, ...]:
     """The ids from behind the end of one assistant turn to the beginning of the next.
 
+    What looks like a special token in a message is text, as `rl_tasks.special_tokens` says: nothing
+    that a tool repeats ends its turn.
+
     Args:
         tokenizer: renders and encodes.
         messages: what is said in between, at least one message.
@@ -142,6 +146,7 @@ def ids_between_turns(
     Raises:
         ValueError: without messages, or if the template does not end turns with that token.
     """
+    messages = [without_special_tokens(tokenizer, message) for message in messages]
     if not messages:
         message = "ids_between_turns: expected at least one message"
         raise ValueError(message)

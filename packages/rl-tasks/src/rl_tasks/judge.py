@@ -15,7 +15,6 @@ import json
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol, final
 import attrs
 
 from rl_contracts import FinishReason
+from rl_tasks.http_deadline import AttemptDeadline, begin_attempt
 from rl_tasks.rewards import RewardResult
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ class LlmJudge:
     timeout_s: float = attrs.field(
         default=60.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(86_400.0)]
     )
-    """Seconds that one attempt may take."""
+    """Seconds that one attempt may take, from the request to the last byte of the answer. A name
+    that has several addresses may take as long for each that does not answer."""
 
     max_retries: int = attrs.field(
         default=2, validator=[attrs.validators.ge(0), attrs.validators.le(10)]
@@ -142,19 +143,31 @@ class LlmJudge:
         from openai import APIConnectionError, APIStatusError, APITimeoutError  # noqa: PLC0415
 
         word = secrets.token_hex(8)
+        deadline = AttemptDeadline(self.timeout_s)
         try:
-            right = _verdict(self._ask(client, word, text, ground_truth), word)
+            with deadline:
+                body = self._ask(client, word, text, ground_truth, deadline)
+            right = _verdict(body, word)
         except (APITimeoutError, TimeoutError):
             return RewardResult(value=None, reason="judge_timed_out")
         except (APIConnectionError, ConnectionError):
-            return RewardResult(value=None, reason="judge_unreachable")
+            # the connection of an attempt that ran out of time was shut down
+            reason = "judge_timed_out" if deadline.expired else "judge_unreachable"
+            return RewardResult(value=None, reason=reason)
         except APIStatusError as error:
             return RewardResult(value=None, reason=f"judge_refused_{error.status_code}")
         except _UnparsableError:
             return RewardResult(value=None, reason="judge_unparsable")
         return RewardResult(value=1.0 if right else 0.0, reason="right" if right else "wrong")
 
-    def _ask(self, client: "OpenAI", word: str, submission: str, reference: str) -> bytes:
+    def _ask(
+        self,
+        client: "OpenAI",
+        word: str,
+        submission: str,
+        reference: str,
+        deadline: AttemptDeadline,
+    ) -> bytes:
         """The response's body, read with a limit on its size and on the whole time."""
         # lone surrogates, which a tokenizer may return, cannot be sent
         user = _USER.format(word=word, reference=reference, submission=submission)
@@ -167,10 +180,10 @@ class LlmJudge:
                 {"role": "user", "content": user.encode(errors="replace").decode()},
             ],
         ) as response:
-            return _read(response.iter_bytes(), deadline=time.monotonic() + self.timeout_s)
+            return _read(response.iter_bytes(), deadline)
 
 
-def _read(chunks: Iterator[bytes], *, deadline: float) -> bytes:
+def _read(chunks: Iterator[bytes], deadline: AttemptDeadline) -> bytes:
     """All of a body. A server that keeps the connection alive byte by byte meets the deadline."""
     body = bytearray()
     while True:
@@ -180,13 +193,14 @@ def _read(chunks: Iterator[bytes], *, deadline: float) -> bytes:
             if "Timeout" in type(error).__name__:
                 raise TimeoutError from error
             raise ConnectionError from error
+        # first: the end of a connection that was shut down looks like the end of a body
+        if deadline.expired:
+            raise TimeoutError
         if chunk is None:
             return bytes(body)
         body += chunk
         if len(body) > _MAX_RESPONSE_BYTES:
             raise _UnparsableError
-        if time.monotonic() > deadline:
-            raise TimeoutError
 
 
 def _verdict(body: bytes, word: str) -> bool:
@@ -255,6 +269,7 @@ def _client(  # noqa: PLR0917 - a judge's fields
         http_client=DefaultHttpxClient(
             timeout=timeout_s,
             follow_redirects=False,
-            event_hooks={"response": [_close_if_refused]},
+            event_hooks={"request": [begin_attempt], "response": [_close_if_refused]},
         ),
+        default_headers={"Connection": "close"},  # as `rl_tasks.http_deadline` needs it
     )

@@ -124,7 +124,9 @@ def write_parquet(problems: Sequence[Problem], path: Path) -> None:
 
 def _identity(problem: Problem) -> bytes:
     """The same for two problems that ask the same and have the same answer."""
-    said = (problem.data_source, problem.ground_truth, problem.messages)
+    said: tuple[object, ...] = (problem.data_source, problem.ground_truth, problem.messages)
+    if problem.images:
+        said = (*said, problem.images)
     return hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16).digest()
 
 

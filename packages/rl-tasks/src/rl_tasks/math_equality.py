@@ -1,8 +1,8 @@
 r"""Whether two written answers are the same mathematical object.
 
-Numbers are compared exactly in this process's own arithmetic. The rest is parsed by math-verify
-(Kydlicek 2025, Apache-2.0), whose comparison is trusted except where it is known to be wrong
-(math-verify 0.9.0):
+Numbers, also those with square roots and pi, are compared exactly in this process's own arithmetic.
+The rest is parsed by math-verify (Kydlicek 2025, Apache-2.0), whose comparison is trusted except
+where it is known to be wrong (math-verify 0.9.0):
 
 - it rounds to 6 digits, so that two different tiny numbers are equal: numbers are compared exactly
   here, or with 40 digits where that is not decidable;
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_tasks.answer_text import Answer, choice_or_words, taken_apart
 from rl_tasks.exact_number import exact_number
+from rl_tasks.exact_surd import exact_surd
 
 if TYPE_CHECKING:
     import sympy
@@ -90,7 +91,16 @@ def _by_text(got: Answer, right: Answer, percent: PercentRule) -> bool | None:
         return words[0] == words[1]
     if any(as_text.search(a.text) for as_text in (_ELLIPSIS, _CLOCK) for a in (got, right)):
         return re.sub(r"\s", "", got.text) == re.sub(r"\s", "", right.text)
-    return None
+    return None if got.percent or right.percent else _surds_equal(got.text, right.text)
+
+
+def _surds_equal(got: str, right: str) -> bool | None:
+    """Whether two numbers made of fractions, roots and pi are equal, or None for anything else."""
+    number = exact_surd(_rewritten(right))  # first: what is right has the usual form
+    if number is None:
+        return None
+    other = exact_surd(_rewritten(got))
+    return None if other is None else number == other
 
 
 def _numbers_equal(

@@ -163,9 +163,10 @@ def _made(published: Published, row: Row, file: Path, split: str) -> dict[str, o
         raise RowError(
             path=file, row=row.name, field=error.field, reason=error.field, problem=str(error)
         ) from error
-    # what is written can be read: images aside, which no text-only prompt can show
-    text = {name: value for name, value in made.items() if name != "images"}
-    parse_row(text, path=file, row_name=row.name, problem_id="-", known_sources=None)
+    # what is written can be read, wherever it lies
+    problem = parse_row(made, path=file, row_name=row.name, problem_id="-", known_sources=None)
+    if problem.images:
+        made["images"] = [{"bytes": data, "path": None} for data in problem.images]
     return made
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from rl_tasks.pictures import PLACEHOLDER
+
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 """What JSON can hold."""
 
@@ -35,6 +37,10 @@ class Problem:
     data_source: str
     """Name of the data set; chooses the reward."""
 
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Encoded image files, one for each ``<image>`` in the messages, in that order. A problem
+    without images may hold that text."""
+
     extra_info: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Whatever else came with the row; nothing here reads it."""
 
@@ -44,3 +50,10 @@ class Problem:
             if not getattr(self, name):
                 message = f"Problem {self.problem_id!r}: {name} must not be empty"
                 raise ValueError(message)
+        found = sum(message.content.count(PLACEHOLDER) for message in self.messages)
+        if self.images and found != len(self.images):
+            message = (
+                f"Problem {self.problem_id!r}: expected one {PLACEHOLDER} in its messages for each "
+                f"of its {len(self.images)} images, got {found}"
+            )
+            raise ValueError(message)

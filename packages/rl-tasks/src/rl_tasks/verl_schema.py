@@ -5,9 +5,10 @@ The columns, as verl's ``RLHFDataset`` and reward managers read them (verl 1dda0
     data_source   str                                  chooses the reward
     prompt        list of {role: str, content: str}    chat messages
     reward_model  {style: str, ground_truth: str}
+    images        list of {bytes, path}, optional    shown where <image> stands in the messages
     extra_info    mapping, optional
 
-What a row asks for and nothing here can do (images, tools, an agent loop, a reward model) makes it
+What a row asks for and nothing here can do (videos, tools, an agent loop, a reward model) makes it
 unusable: training on the rest of such a row would be training on another problem.
 """
 
@@ -15,13 +16,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rl_tasks.errors import RowError
+from rl_tasks.pictures import PLACEHOLDER, PictureError, decode_picture, read_picture
 from rl_tasks.problem import ChatMessage, JsonValue, Problem
 from rl_tasks.sources import data_source_problem
 
-READ_COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
+READ_COLUMNS = ("data_source", "prompt", "images", "reward_model", "extra_info")
 """Columns that become part of a `Problem`."""
 
-_UNSUPPORTED_COLUMNS = ("images", "videos", "audios", "tools")
+_UNSUPPORTED_COLUMNS = ("videos", "audios", "tools")
 """Columns that would change the prompt; they must be empty."""
 
 CHECKED_COLUMNS = (*_UNSUPPORTED_COLUMNS, "agent_name")
@@ -66,24 +68,28 @@ def parse_row(
             raise fail("data_source", "data_source", problem)
     elif not data_source.strip():
         raise fail("data_source", "data_source", f"data_source is blank ({data_source!r})")
+    messages = _messages(row.get("prompt"), fail)
     return Problem(
         problem_id=problem_id,
-        messages=_messages(row.get("prompt"), fail),
+        messages=messages,
+        images=_images(row.get("images"), messages, path.parent, fail),
         ground_truth=_ground_truth(row.get("reward_model"), fail),
         data_source=data_source,
         extra_info=_extra_info(row.get("extra_info"), fail),
     )
 
 
-def to_row(problem: Problem) -> dict[str, JsonValue]:
+def to_row(problem: Problem) -> dict[str, object]:
     """The row from which `parse_row` makes the same problem."""
-    row: dict[str, JsonValue] = {
+    row: dict[str, object] = {
         "data_source": problem.data_source,
         "prompt": [
             {"role": message.role, "content": message.content} for message in problem.messages
         ],
         "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
     }
+    if problem.images:
+        row["images"] = [{"bytes": data, "path": None} for data in problem.images]
     if problem.extra_info:
         row["extra_info"] = dict(problem.extra_info)
     return row
@@ -139,6 +145,33 @@ def _messages(prompt: object, fail: _Fail) -> tuple[ChatMessage, ...]:
                 )
         messages.append(ChatMessage(role=role, content=content))
     return tuple(messages)
+
+
+def _images(
+    value: object, messages: tuple[ChatMessage, ...], folder: Path, fail: _Fail
+) -> tuple[bytes, ...]:
+    """Encoded images that can be decoded, one for each placeholder."""
+    if value is None:
+        return ()  # then the placeholder is text like any other
+    if not isinstance(value, list):
+        raise fail("images", "images", f"expected a list of {{bytes, path}}, got {_shown(value)}")
+    images = []
+    for index, entry in enumerate(value):
+        try:
+            data = read_picture(entry, folder=folder)
+            decode_picture(data)
+        except PictureError as error:
+            raise fail(f"images[{index}]", "images", str(error)) from error
+        images.append(data)
+    found = sum(message.content.count(PLACEHOLDER) for message in messages)
+    if found != len(images):
+        raise fail(
+            "images",
+            "images",
+            f"expected one {PLACEHOLDER} in the prompt for each of {len(images)} images, "
+            f"got {found}",
+        )
+    return tuple(images)
 
 
 def _ground_truth(reward_model: object, fail: _Fail) -> str:
