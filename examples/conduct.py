@@ -4,33 +4,29 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
 import shutil
-import signal
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
 import attrs
 import transformers
-from actors import (
-    MakeEngine,
-    MakeReference,
-    Samplers,
-    Trainer,
-    TrainerRank,
-    start_samplers,
-)
+from graders import graded_here, graders
 from grpo import Group, LoopConfig, Run, Task, sample_group, sampling_seed
+from interrupts import Stop, interruptible
+from placement import Placement
+from prompts import check_images, image_encoder, text_encoder
 from rich.console import Console
 from run_folder import RunFolder
+from samplers import Samplers, SamplersInTurn, start_samplers
+from trainer import MakeEngine, MakeReference, Trainer, TrainerRank, start_trainer
+from turns import Side, Turns
 
 from async_policy import (
     Actor,
@@ -43,7 +39,7 @@ from async_policy import (
     wait_ready,
     write_json,
 )
-from device_env import Device, snapshot, worker_environment
+from device_env import profile_for, snapshot
 from parallel_state import ParallelState
 from rl_contracts import SamplingParams
 from rl_metrics import (
@@ -60,16 +56,13 @@ from rl_metrics import (
     write_completions,
     write_report,
 )
-from rl_tasks import EncodedProblem, Problem, Reward, encode_problems
+from rl_tasks import EncodedProblem, Problem, Reward
 from rollout_vllm import VllmConfig
 from rollout_vllm.replicas import ReplicaSet
 from rollout_vllm.sampler_host import SamplerHost
 
-READY_TIMEOUT_S = 600.0
-"""How long an actor may take to be ready: far above the 20 to 60 s seen on two busy cores."""
-
-SAMPLE_BYTES = 2**20
-"""Of a file of weights, at each place that is looked at."""
+READY_TIMEOUT_S = 1800.0
+"""How long an actor may take to be ready: a large model that comes from a slow disk fits in."""
 
 NUM_SHOWN = 6
 """Answers shown before and after."""
@@ -96,6 +89,10 @@ class RunSettings:
     trackers: tuple[TrackerConfig, ...] = ()
     """Where else the metrics go, such as [{kind = "tensorboard"}]. Default: to metrics.jsonl alone,
     which holds them in any case."""
+
+    graders: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    """Processes that grade the answers and do nothing else; one that dies is replaced, and what it
+    had in hand is graded again. Default: none; threads of the loop's process grade."""
 
     trainer_threads: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
@@ -155,6 +152,9 @@ class Job:
     make_reference: MakeReference | None = None
     """Makes a rank's part of the reference policy; none where no loss has a KL term."""
 
+    offloaded: bool = False
+    """Whether the engine keeps its weights in host memory between calls anyway."""
+
     loop: TrainLoop
     """What happens in a step."""
 
@@ -194,12 +194,14 @@ def prepare(job: Job, loop: LoopConfig, console: Console) -> Task:
         model = job.prepare_model()
     if not (model / "config.json").is_file():
         raise ValueError(f"expected a Hugging Face folder with config.json, got {model}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     max_prompt_tokens = job.sampler.max_model_len - loop.max_new_tokens
     problems = job.problems()
+    every = (*problems.train, *problems.heldout)
+    check_images(every, most=job.sampler.images_per_prompt)
+    shows = any(problem.images for problem in every)
+    tokenizer, encoder = image_encoder(model) if shows else text_encoder(model)
     encode = functools.partial(
-        encode_problems,
-        tokenizer,
+        encoder,
         max_prompt_tokens=max_prompt_tokens,
         overlong=problems.overlong,
     )
@@ -216,42 +218,8 @@ def prepare(job: Job, loop: LoopConfig, console: Console) -> Task:
         heldout=heldout.problems,
         rewards=problems.rewards,
         tokenizer=tokenizer,
+        grade=graded_here(problems.rewards),
     )
-
-
-def identity(job: Job, loop: LoopConfig, task: Task) -> dict[str, JsonValue]:
-    """What must be the same for a run to go on as the same run."""
-    return {
-        "problems": digest(task.train),
-        "held-out problems": digest(task.heldout),
-        "loop.seed": loop.seed,
-        "loop.groups_per_step": loop.groups_per_step,
-        "loop.group_size": loop.group_size,
-        "model": model_digest(Path(job.sampler.model)),
-        "trainer ranks": job.parallel.world_size,
-    }
-
-
-def model_digest(folder: Path) -> str:
-    """A short text that differs for another model, and for other weights of the same shapes.
-
-    A mebibyte of each file's beginning, middle and end is looked at, so that it costs nothing.
-    """
-    found = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for place in (0, size // 2, max(0, size - SAMPLE_BYTES)):
-                file.seek(place)
-                found.update(file.read(SAMPLE_BYTES))
-    return found.hexdigest()
-
-
-def digest(problems: Sequence[EncodedProblem]) -> str:
-    """A short text that differs for other problems, another order, or another chat template."""
-    text = json.dumps([(p.problem.problem_id, p.prompt_ids) for p in problems])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def scheduler_of(loop: LoopConfig, folder: RunFolder) -> Scheduler:
@@ -275,7 +243,7 @@ def conduct(
     folder: RunFolder,
     *,
     task: Task,
-    device: Device,
+    placement: Placement,
     console: Console,
 ) -> bool:
     """Run or go on with a job; False if Ctrl-C ended it before its last step."""
@@ -283,13 +251,14 @@ def conduct(
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // job.parallel.world_size)
     environment = {
-        **worker_environment(device, num_threads=threads),
-        # All ranks are on this machine; gloo would else listen on the network card's address.
+        **profile_for(placement.device.kind, placement.profile, num_threads=threads).as_dict(),
+        # All ranks are on this machine; they would else listen on the network card's address.
         "GLOO_SOCKET_IFNAME": "lo",
+        **({} if placement.device.kind == "cpu" else {"NCCL_SOCKET_IFNAME": "lo"}),
     }
     weights = Path(tempfile.mkdtemp(prefix="rl-weights-", dir=shared_memory()))
     with local_cluster(
-        num_cpus=job.parallel.world_size + job.num_samplers,
+        num_cpus=job.parallel.world_size + job.num_samplers + settings.graders,
         environment=environment,
         keep_logs_in=folder.path / "logs",
         scratch=weights,
@@ -301,6 +270,7 @@ def conduct(
             folder=folder,
             console=console,
             task=task,
+            placement=placement,
             checkpoint=folder.store.latest(),
             begin=time.monotonic(),
         )
@@ -318,6 +288,36 @@ def shared_memory() -> Path:
     return shm if shm.is_dir() else Path(tempfile.gettempdir())
 
 
+@dataclass(kw_only=True, slots=True)
+class Parts:
+    """The processes of a run."""
+
+    trainer: Trainer
+    """At the scheduler's version."""
+
+    replicas: ReplicaSet
+    """The samplers."""
+
+    turns: Turns | None
+    """Whose turn it is on devices that they share; None for devices of their own."""
+
+    graded_again: Sequence[str] = ()
+    """Why answers were; grows meanwhile."""
+
+    _num_told: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def take_losses(self) -> list[str]:
+        """What died and what was done about it, since this was last asked."""
+        news = []
+        for what, reasons in (
+            ("a sampler is replaced, its requests are drawn again", self.replicas.losses),
+            ("a grader is replaced, its answers are graded again", self.graded_again),
+        ):
+            news += [f"{what}: {reason}" for reason in reasons[self._num_told.get(what, 0) :]]
+            self._num_told[what] = len(reasons)
+        return news
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conductor:
     """The run's parts while it is running."""
@@ -328,6 +328,7 @@ class Conductor:
     folder: RunFolder
     console: Console
     task: Task
+    placement: Placement
     checkpoint: Checkpoint | None
     begin: float
 
@@ -335,23 +336,59 @@ class Conductor:
         """Start the actors, run the loop, save the model; False if Ctrl-C came first."""
         with interruptible() as stop:
             scheduler = scheduler_of(self.loop, self.folder)
-            trainer = start_trainer(cluster, self.job, weights)
+            trainer = start_trainer(
+                cluster,
+                self.job.make_engine,
+                self.job.make_reference,
+                placement=self.placement,
+                weights=weights,
+                ulysses_size=self.job.parallel.ulysses_size,
+                offloaded=self.job.offloaded,
+            )
             with self.console.status("starting vLLM, Ray and the engine ..."):
-                (samplers, hosts), _ = await asyncio.gather(
-                    start_samplers(cluster, self.job.sampler, count=self.job.num_samplers),
-                    wait_ready(trainer.ranks, timeout_s=READY_TIMEOUT_S),
+                samplers_ready = functools.partial(
+                    start_samplers, cluster, self.job.sampler, placement=self.placement
                 )
+                if self.placement.shared:  # vLLM takes what memory it finds free
+                    await self.until_ready(trainer)
+                    await trainer.to_host()
+                    samplers, hosts = await samplers_ready()
+                else:
+                    (samplers, hosts), _ = await asyncio.gather(
+                        samplers_ready(), self.until_ready(trainer)
+                    )
             await self.record_environments(trainer, hosts)
-            if self.checkpoint is not None:
-                await trainer.load_checkpoint(self.checkpoint.path / "engine")
+            parts = Parts(
+                trainer=trainer,
+                replicas=samplers,
+                turns=take_turns(trainer, samplers) if self.placement.shared else None,
+            )
             try:
-                await self.loop_with_display(scheduler, trainer, samplers, stop)
+                async with self.graded(cluster) as (graded, losses):
+                    parts.graded_again = losses
+                    await graded.loop_with_display(scheduler, parts, stop)
+                if scheduler.finished:
+                    await self.save_model(trainer)
             finally:
                 await samplers.close()
-            if not scheduler.finished:
-                return False
-            await self.save_model(trainer)
-            return True
+            return scheduler.finished
+
+    @contextlib.asynccontextmanager
+    async def graded(self, cluster: Cluster) -> AsyncIterator[tuple["Conductor", Sequence[str]]]:
+        """The same run, graded where the settings say, and what will have been lost there."""
+        count = self.settings.graders
+        if count == 0:
+            yield self, ()
+            return
+        async with graders(cluster, self.task.rewards, count=count) as pool:
+            task = dataclasses.replace(self.task, grade=pool.grade)
+            yield dataclasses.replace(self, task=task), pool.losses
+
+    async def until_ready(self, trainer: Trainer) -> None:
+        """Wait for the ranks, and take them to the checkpoint."""
+        await wait_ready(trainer.ranks, timeout_s=READY_TIMEOUT_S)
+        if self.checkpoint is not None:
+            await trainer.load_checkpoint(self.checkpoint.path / "engine")
 
     async def save_model(self, trainer: Trainer) -> None:
         """Put the trained model into the run folder, in the place of one from before a resume."""
@@ -381,16 +418,17 @@ class Conductor:
             seen[f"trainer rank {index}"] = await rank.call(TrainerRank.environment)
         (self.folder.path / "environments.json").write_text(json.dumps(seen, indent=1))
 
-    async def loop_with_display(
-        self, scheduler: Scheduler, trainer: Trainer, sampler: ReplicaSet, stop: "Stop"
-    ) -> None:
+    async def loop_with_display(self, scheduler: Scheduler, parts: "Parts", stop: Stop) -> None:
         """The loop, with its display, metrics, evaluations and checkpoints."""
+        trainer, turns = parts.trainer, parts.turns
+        sampler: Samplers = parts.replicas
+        if turns is not None:
+            sampler = SamplersInTurn(parts.replicas, turns)
         done = int(scheduler.trained_version)
         metrics_path = self.folder.path / "metrics.jsonl"
         answers = self.folder.path / "completions.json"
         evaluate = functools.partial(self.evaluate, sampler)
         earlier = time_so_far(metrics_path, done)
-        lost: Counter[int] = Counter()
         begin = self.begin
         with (
             open_metrics(metrics_path, done) as writer,
@@ -401,23 +439,32 @@ class Conductor:
         ):
 
             async def record(step: int, metrics: dict[str, float]) -> None:
+                news = parts.take_losses()
+                for line in news:
+                    display.say(line)
+                metrics["workers/restarted/count"] = float(len(news))
+                metrics["time/elapsed/seconds"] = earlier + time.monotonic() - begin
+                if turns is not None:
+                    metrics["time/handover/seconds"] = turns.take_seconds()
                 written = writer.write(step, metrics)
                 await asyncio.to_thread(trackers.write, written)  # which may wait for seconds
                 display.update(step, metrics)
 
-            async def finish_step(step: int, metrics: dict[str, float]) -> bool:
-                for reason in sampler.losses[lost.total() :]:
-                    display.say(f"a sampler is replaced, its requests are drawn again: {reason}")
-                    lost[step] += 1
-                metrics["workers/restarted/count"] = float(lost[step])
-                metrics["time/elapsed/seconds"] = earlier + time.monotonic() - begin
-                await record(step, metrics)
+            def is_kept(step: int) -> bool:
                 last = step == self.loop.num_steps
-                if step % self.settings.checkpoint_every == 0 or last or stop.requested:
+                return step % self.settings.checkpoint_every == 0 or last or stop.requested
+
+            async def finish_step(step: int, metrics: dict[str, float]) -> bool:
+                await record(step, metrics)
+                if is_kept(step):
                     display.stage("writing a checkpoint")
                     value = metrics.get("reward/heldout/mean")
                     await self.write_checkpoint(step, scheduler, trainer, value)
                 return not stop.requested
+
+            def evaluates_beside(step: int) -> bool:
+                # a checkpoint goes with the metrics of its step
+                return self.loop.max_staleness > 0 and not is_kept(step)
 
             stop.prepare(display.say)
             if done == 0:
@@ -426,18 +473,22 @@ class Conductor:
                 write_completions(before, answers)
                 await record(0, await evaluate())
             display.stage("sampling and training")
-            await self.job.loop(
-                Run(
-                    config=self.loop,
-                    task=self.task,
-                    scheduler=scheduler,
-                    trainer=trainer,
-                    sampler=sampler,
-                    dtype=self.job.sampler.dtype,
-                    evaluate=evaluate,
-                    finish_step=finish_step,
-                )
+            run = Run(
+                config=self.loop,
+                task=self.task,
+                scheduler=scheduler,
+                trainer=trainer,
+                sampler=sampler,
+                dtype=self.job.sampler.dtype,
+                evaluate=evaluate,
+                record=record,
+                finish_step=finish_step,
+                evaluates_beside=evaluates_beside,
             )
+            try:
+                await self.job.loop(run)
+            finally:
+                await run.close()
             after = await self.greedy_answers(sampler)
             write_completions(joined(read_completions(answers), after), answers)
 
@@ -527,24 +578,20 @@ class Conductor:
         await asyncio.to_thread(self.folder.store.write, step, fill, value=value)
 
 
-def start_trainer(cluster: Cluster, job: Job, weights: Path) -> Trainer:
-    """One actor per rank; they meet through a file."""
-    meeting_point = f"file://{weights / 'ranks-meet-here'}"
-    num_ranks = job.parallel.world_size
-    ranks = [
-        cluster.actor(f"trainer rank {rank}").start(
-            TrainerRank,
-            job.make_engine,
-            job.make_reference,
-            rank=rank,
-            num_ranks=num_ranks,
-            meeting_point=meeting_point,
-        )
-        for rank in range(num_ranks)
-    ]
-    return Trainer(
-        ranks, weights_folder=weights / "published", ulysses_size=job.parallel.ulysses_size
-    )
+def take_turns(trainer: Trainer, samplers: ReplicaSet) -> Turns:
+    """Let them share their devices; the samplers have them now."""
+
+    async def hand_over(side: Side) -> None:
+        if side == "trainer":
+            await samplers.sleep()
+            await trainer.to_device()
+        else:
+            await trainer.to_host()
+            await samplers.wake()
+
+    turns = Turns(hand_over=hand_over, owner="sampler")
+    trainer.take_turns(turns)
+    return turns
 
 
 def open_metrics(path: Path, done: int) -> MetricsWriter:
@@ -573,45 +620,6 @@ def joined(before: list[CompletionPair], after: list[CompletionPair]) -> list[Co
         dataclasses.replace(first, after=second.before, reward_after=second.reward_before)
         for first, second in zip(before, after, strict=True)
     ]
-
-
-@dataclass(slots=True)
-class Stop:
-    """What Ctrl-C asked for."""
-
-    requested: bool = False
-    """The loop ends after its present step, with a checkpoint."""
-
-    say: Callable[[str], None] | None = None
-    """How to tell the user; None while there is no step to finish."""
-
-    def prepare(self, say: Callable[[str], None]) -> None:
-        """From now on there is a step to finish."""
-        self.say = say
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Stop]:
-    """Let the first Ctrl-C (or SIGTERM) finish the step, and the second end the run at once."""
-    stop = Stop()
-    running = asyncio.get_running_loop()
-    main_task = asyncio.current_task()
-    assert main_task is not None  # noqa: S101  # called from a coroutine
-
-    def interrupted() -> None:
-        if stop.say is None or stop.requested:
-            main_task.cancel()
-            return
-        stop.requested = True
-        stop.say("finishing this step, then a checkpoint; Ctrl-C again ends at once")
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        running.add_signal_handler(number, interrupted)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            running.remove_signal_handler(number)
 
 
 def report(job: Job, folder: RunFolder, console: Console, *, finished: bool) -> None:

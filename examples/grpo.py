@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 
 import attrs
 import torch
-from actors import Samplers, Trainer, TrainResult
+from graders import Answers, Grade
 from jaxtyping import Float
+from samplers import Samplers
 from torch import Tensor
+from trainer import Trainer, TrainResult
 
 from algos_gspo_dapo_grpo import (
     BatchCounts,
@@ -50,17 +52,17 @@ from async_policy import (
     Ticket,
 )
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
+from rl_contracts.images import ImagePatches
 from rl_contracts.packing import pack
 from rl_contracts.train import LossFn, LossOutput, PackedBatch
 from rl_metrics import staleness_histogram
 from rl_tasks import (
     EncodedProblem,
+    LoadedImages,
     PromptOrder,
     Reward,
-    RewardResult,
     Tokenizer,
     decode_completion,
-    grade,
 )
 from rollout_vllm import Dtype
 
@@ -124,7 +126,9 @@ class LoopConfig:
     is measured against the model that the run began with."""
 
     evaluate_every: int = attrs.field(default=8, validator=attrs.validators.ge(1))
-    """Optimizer steps between evaluations on the held-out problems; also before and after."""
+    """Optimizer steps between evaluations on the held-out problems; also before and after. With
+    `max_staleness` above 0 training goes on beside one, until the sampler needs newer weights or a
+    checkpoint is written."""
 
     evaluation_samples: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     """Completions per held-out problem in an evaluation."""
@@ -204,6 +208,9 @@ class Task:
     rewards: Mapping[str, Reward]
     tokenizer: Tokenizer
 
+    grade: Grade
+    """Rewards answers, here or in processes of their own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
@@ -215,6 +222,9 @@ class Group:
     rewards: tuple[float, ...]
     group_id: str
 
+    images: tuple[ImagePatches, ...] = field(default=(), repr=False)
+    """Of the prompt, processed once for all completions."""
+
     def trajectories(self) -> list[Trajectory]:
         """One per completion."""
         return [
@@ -223,6 +233,7 @@ class Group:
                 completion,
                 trajectory_id=f"{self.group_id}/{member}",
                 group_id=self.group_id,
+                images=self.images,
             )
             for member, completion in enumerate(self.completions)
         ]
@@ -270,6 +281,10 @@ def sampling_seed(purpose: str, seed: int, name: str) -> int:
     return int.from_bytes(digest) >> 2
 
 
+NO_IMAGES = LoadedImages(shown=(), patches=())
+"""Of a prompt of text alone."""
+
+
 async def sample_group(
     task: Task,
     sampler: Samplers,
@@ -280,23 +295,27 @@ async def sample_group(
     group_id: str,
 ) -> Group:
     """Sample completions of one problem and reward them."""
-    completions = await sampler.sample(problem.prompt_ids, num_samples=num_samples, params=params)
+    # in a thread: an image takes milliseconds
+    images = await asyncio.to_thread(problem.load_images) if problem.problem.images else NO_IMAGES
+    completions = await sampler.sample(
+        problem.prompt_ids, num_samples=num_samples, params=params, images=images.shown
+    )
     texts = [decode_completion(task.tokenizer, c.token_ids) for c in completions]
 
-    def graded() -> list[RewardResult]:
-        return [
-            grade(task.rewards, problem.problem, text=text, finish_reason=completion.finish_reason)
-            for text, completion in zip(texts, completions, strict=True)
-        ]
-
-    # in a thread: a reward may wait for processes of its own, and the loop goes on meanwhile
-    results = await asyncio.to_thread(graded)
+    results = await task.grade(
+        Answers(
+            problem=problem.problem,
+            texts=tuple(texts),
+            finish_reasons=tuple(completion.finish_reason for completion in completions),
+        )
+    )
     return Group(
         problem=problem,
         completions=tuple(completions),
         texts=tuple(texts),
         rewards=tuple(float("nan") if r.value is None else r.value for r in results),
         group_id=group_id,
+        images=images.patches,
     )
 
 
@@ -347,14 +366,23 @@ class Run:
     evaluate: Callable[[], Awaitable[dict[str, float]]]
     """Measures the published policy on the held-out problems."""
 
+    record: Callable[[int, dict[str, float]], Awaitable[None]]
+    """Records step number and metrics."""
+
     finish_step: Callable[[int, dict[str, float]], Awaitable[bool]]
-    """Records step number and metrics, keeps checkpoints; False ends the run."""
+    """Records them too, then keeps checkpoints; False ends the run."""
+
+    evaluates_beside: Callable[[int], bool]
+    """Whether training may go on while the policy of this step is measured."""
 
     published_s: float = 0.0
     """Seconds that the last publish took."""
 
     step_began: float = field(default_factory=time.monotonic)
     """When the present step did."""
+
+    _evaluating: "tuple[int, dict[str, float], asyncio.Future[dict[str, float]]] | None" = None
+    """A step that is measured while training goes on, and what else is known of it."""
 
     def rollouts(self) -> Rollouts[Group]:
         """Groups of the problems in their order, sampled as far ahead as the settings allow."""
@@ -412,6 +440,15 @@ class Run:
         """Whether the sampler gets the weights of this step."""
         return step % self.config.publish_every == 0 or self.evaluates_at(step)
 
+    async def publish(self, rollouts: Rollouts[Group], step: int) -> None:
+        """Give the sampler the weights of this step, if it is to have them.
+
+        Not before the answers to held-out problems are there that are drawn from the ones before.
+        """
+        if self.publishes_at(step):
+            await self._until_evaluated()
+            await rollouts.publish(PolicyVersion(step))
+
     async def finish(self, batch: Batch[Group], rows: Rows, result: TrainResult) -> bool:
         """Measure, evaluate and record a step; False ends the run."""
         step = result.step.policy_version
@@ -431,9 +468,30 @@ class Run:
         if self.publishes_at(step):
             metrics["time/publish/seconds"] = self.published_s
         self.step_began = now
+        await self._until_evaluated()
         if self.evaluates_at(step):
-            metrics |= await self.evaluate()
+            evaluation = asyncio.ensure_future(self.evaluate())
+            self._evaluating = step, metrics, evaluation
+            if self.evaluates_beside(step):
+                return True  # it is recorded before the next step is
+            metrics |= await evaluation
+            self._evaluating = None
         return await self.finish_step(step, metrics)
+
+    async def _until_evaluated(self) -> None:
+        """Record the step that is being measured, if one is, once that is done."""
+        if self._evaluating is not None:
+            step, metrics, evaluation = self._evaluating
+            metrics |= await evaluation
+            self._evaluating = None
+            await self.record(step, metrics)
+
+    async def close(self) -> None:
+        """End an evaluation that nobody waits for any more."""
+        if self._evaluating is not None:
+            _, _, evaluation = self._evaluating
+            evaluation.cancel()
+            await asyncio.gather(evaluation, return_exceptions=True)
 
 
 async def train(run: Run) -> None:
@@ -448,8 +506,7 @@ async def train(run: Run) -> None:
             result = await run.trainer.train(shares, loss_fn(run.config.loss, rows))
             step = result.step.policy_version
             rollouts.trained(step)
-            if run.publishes_at(step):
-                await rollouts.publish(step)
+            await run.publish(rollouts, step)
             if not await run.finish(batch, rows, result):
                 return
 

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import attrs
-from conduct import Job, RunSettings, conduct, identity, prepare, scheduler_of
+from conduct import Job, RunSettings, conduct, prepare, scheduler_of, shared_memory
 from grpo import LoopConfig, Task
+from identity import identity
+from placement import Placement, place
 from rich.console import Console
 from run_folder import RunFolder
 
 from async_policy import ActorLostError, AsyncPolicyError
-from device_env import Device, Report, detect_device, examine
+from device_env import Report, detect_device, examine
 from parallel_state.picture import layout_picture
 from rl_contracts import ConfigError, effective_toml, load_config, settings_help
 from rl_metrics.trackers.config import check_trackers
@@ -96,26 +99,44 @@ def main(
         print(error, file=sys.stderr)
         return 2
     refusals = what_is_missing(plan.job)
+    placement = None
+    try:
+        placement = placement_of(plan.job, machine)
+    except ValueError as error:
+        refusals.append(str(error))
     if arguments.dry_run:
-        print(plan.effective)
-        print_comments("the trainer's ranks", layout_picture(plan.job.parallel).splitlines())
-        if plan.job.plan is not None:
-            device = arguments.device or ("cpu" if plan.job.sampler.device == "cpu" else "h200")
-            try:
-                planned = plan.job.plan(device)
-                print_comments(f"predicted for {device}", str(planned).splitlines())
-                if planned.refusals:
-                    refusals.append(f"what is predicted for {device}: see `refused` above")
-            except (ValueError, OSError) as error:
-                print_comments(f"no prediction for {device}", [str(error)])
-        print_comments("refused on this machine", refusals or ["nothing: it would run"])
+        show(plan, placement, refusals, arguments.device if sizes else None)
         return 0
     for line in refusals:
         print(line, file=sys.stderr)
-    if refusals or machine.device is None or not machine.healthy:
+    if placement is None or refusals or not machine.healthy:
         return 2
-    # The loop of this release runs on CPUs, whatever else is there.
-    return execute(plan, detect_device(force="cpu"))
+    return execute(plan, placement)
+
+
+def show(plan: Plan, placement: Placement | None, refusals: list[str], device: str | None) -> None:
+    """Print what would run, and what it would take.
+
+    Args:
+        plan: what would run.
+        placement: the devices of each process; None where this machine has not got them.
+        refusals: why it would not run here.
+        device: what to predict for; None for what the samplers are configured for.
+    """
+    print(plan.effective)
+    print_comments("the trainer's ranks", layout_picture(plan.job.parallel).splitlines())
+    if plan.job.plan is not None:
+        device = device or ("cpu" if plan.job.sampler.device == "cpu" else "h200")
+        try:
+            planned = plan.job.plan(device)
+            print_comments(f"predicted for {device}", str(planned).splitlines())
+            if planned.refusals:
+                refusals = [*refusals, f"what is predicted for {device}: see `refused` above"]
+        except (ValueError, OSError) as error:
+            print_comments(f"no prediction for {device}", [str(error)])
+    if placement is not None:
+        print_comments("devices", placement.lines())
+    print_comments("refused on this machine", refusals or ["nothing: it would run"])
 
 
 def print_comments(title: str, lines: Sequence[str]) -> None:
@@ -126,16 +147,40 @@ def print_comments(title: str, lines: Sequence[str]) -> None:
 
 
 def what_is_missing(job: Job) -> list[str]:
-    """Why the job cannot run on this machine, a sentence each."""
+    """Files and room that the job needs and this machine lacks, a sentence each."""
     missing = [
         f"expected the file {path}, and there is none" for path in job.needs if not path.is_file()
     ]
-    if job.sampler.device != "cpu":
+    # Two versions of the weights: one is taken while the next is written.
+    weights = Path(job.sampler.model).glob("*.safetensors")
+    needed = 2 * sum(path.stat().st_size for path in weights)
+    free = shutil.disk_usage(shared_memory()).free
+    if needed > free:
         missing.append(
-            f"sampler.device = {job.sampler.device!r}: this loop runs trainer and sampler on CPUs "
-            "so far (each of them runs on GPUs by itself); --dry-run shows what the recipe asks for"
+            f"weights pass from the trainer to the samplers through {shared_memory()}, where "
+            f"{free / 2**30:.1f} GiB are free and two versions of {job.sampler.model} take about "
+            f"{needed / 2**30:.1f}; enlarge it (docker: --shm-size)"
         )
     return missing
+
+
+def placement_of(job: Job, machine: Report) -> Placement:
+    """The devices of each process of the job.
+
+    Raises:
+        ValueError: if this machine has not got them.
+    """
+    # A run on CPUs may be asked for on a machine that has more.
+    device = detect_device(force="cpu") if job.sampler.device == "cpu" else machine.device
+    if device is None:
+        raise ValueError("no device is usable here; `python -m device_env doctor` says why")
+    return place(
+        job.sampler,
+        num_ranks=job.parallel.world_size,
+        num_samplers=job.num_samplers,
+        device=device,
+        environ=os.environ,
+    )
 
 
 def make_plan(
@@ -199,7 +244,7 @@ def check_keep_best(run: RunSettings, loop: LoopConfig) -> None:
         )
 
 
-def execute(plan: Plan, device: Device) -> int:
+def execute(plan: Plan, placement: Placement) -> int:
     """Run the plan; the exit status."""
     console = Console()
     with contextlib.ExitStack() as stack:
@@ -218,7 +263,7 @@ def execute(plan: Plan, device: Device) -> int:
             print("stopped before anything ran", file=sys.stderr)
             return 130
         try:
-            finished = conduct_again(plan, folder, task=task, device=device, console=console)
+            finished = conduct_again(plan, folder, task=task, placement=placement, console=console)
         except (AsyncPolicyError, RolloutError, OSError) as error:
             logs = folder.path / "logs"
             print(f"\n{error}\nlogs of all processes: {logs}", file=sys.stderr)
@@ -232,14 +277,20 @@ def execute(plan: Plan, device: Device) -> int:
 
 
 def conduct_again(
-    plan: Plan, folder: RunFolder, *, task: Task, device: Device, console: Console
+    plan: Plan, folder: RunFolder, *, task: Task, placement: Placement, console: Console
 ) -> bool:
     """Run the job, and again from its last checkpoint when a process is lost; see `conduct`."""
     restarts = 0
     while True:
         try:
             return conduct(
-                plan.job, plan.loop, plan.run, folder, task=task, device=device, console=console
+                plan.job,
+                plan.loop,
+                plan.run,
+                folder,
+                task=task,
+                placement=placement,
+                console=console,
             )
         except ActorLostError as error:
             if restarts == plan.run.max_restarts:
@@ -322,7 +373,7 @@ def derived(job: Job, machine: Report) -> Mapping[str, tuple[object, str]]:
     """Values that were not set but follow, for the effective configuration."""
     found = machine.device.kind if machine.device else "nothing usable"
     values: dict[str, tuple[object, str]] = {
-        "device": ("cpu", f"what the examples run on; found: {found}"),
+        "device": (job.sampler.device, f"what trainer and samplers compute on; found: {found}"),
         "trainer.ranks": (job.parallel.world_size, "processes that train"),
         "command": (" ".join(sys.argv), time.strftime("given %Y-%m-%d %H:%M:%S %z")),
         "python": (machine.python, "version"),

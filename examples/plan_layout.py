@@ -70,9 +70,10 @@ def describe_engine(engine: EngineConfig) -> str:
         words.append("checkpointed")
     elif checkpointing and checkpointing != "none":
         words.append(f"checkpointing {checkpointing}")
-    if isinstance(engine, FsdpConfig):
-        words += ["compiled"] if engine.compile_blocks else []
-        words += ["parameters on the host"] if engine.offload != "none" else []
+    if isinstance(engine, FsdpConfig) and engine.compile_blocks:
+        words.append("compiled")
+    if engine.offload != "none":
+        words.append("parameters on the host")
     return " ".join(words)
 
 
@@ -97,12 +98,11 @@ def engines(
     shared = divisors_up_to(ranks, MOST_SHARED)[1:]
     several = _parallels(engine, model, ranks, shared=shared)
     if isinstance(engine, VeomniConfig):
-        for parallels in (first, several):
-            yield _accepted(
-                _evolved(engine, parallel=parallel, activation_checkpointing=recomputes)
-                for parallel in parallels
-                for recomputes in (False, True)
-            )
+        yield _spread_out(engine, first, offload="none")
+        yield _spread_out(engine, several, offload="none")
+        if not on_cpu:
+            every = _parallels(engine, model, ranks, shared=[1, *shared])
+            yield _spread_out(engine, every, offload="parameters")
         return
     # compiled are blocks on GPUs alone, and of compiled experts nothing is known
     can_compile = not on_cpu and not model.has_experts
@@ -112,6 +112,16 @@ def engines(
     if not on_cpu:
         every = _parallels(engine, model, ranks, shared=[1, *shared])
         yield _laid_out(engine, every, compiled, offload="parameters")
+
+
+def _spread_out(
+    engine: VeomniConfig, parallels: Iterator[ParallelState], *, offload: Offload
+) -> Iterator[VeomniConfig]:
+    return _accepted(
+        _evolved(engine, parallel=parallel, offload=offload, activation_checkpointing=recomputes)
+        for parallel in parallels
+        for recomputes in (False, True)
+    )
 
 
 def _laid_out(
@@ -220,7 +230,7 @@ def small_changes(
         fewer //= 2
     yield from _sampler_changes(candidate, model)
     on_cpu = sampler.device == "cpu"
-    if isinstance(engine, FsdpConfig) and engine.offload == "none" and not on_cpu:
+    if engine.offload == "none" and not on_cpu:
         offloaded = _evolved(engine, offload="parameters")
         if offloaded is not None:
             yield 'engine.offload = "parameters"', attrs.evolve(candidate, engine=offloaded)

@@ -17,7 +17,7 @@ from plan_model import ModelFacts
 
 from engine_fsdp import FsdpConfig, MemoryPlan, plan
 from engine_fsdp.config import ActivationCheckpointing
-from engine_veomni import VeomniConfig, VeomniEngine
+from engine_veomni import VeomniConfig
 from rl_contracts import OptimConfig
 from rollout_vllm import VllmConfig
 
@@ -127,9 +127,7 @@ class SamplerMemory:
 
 def can_park(engine: EngineConfig) -> bool:
     """Whether the engine gives its device memory to a sampler between steps."""
-    if isinstance(engine, FsdpConfig):
-        return engine.offload == "none"
-    return callable(getattr(VeomniEngine, "to_host", None))
+    return engine.offload == "none"
 
 
 def uses_plan(engine: EngineConfig, model: ModelFacts) -> bool:
@@ -154,7 +152,7 @@ def trainer_memory(
     """
     shards = engine.parallel.fsdp_size
     shared = -(-tokens // engine.parallel.ulysses_size)
-    is_offloaded = isinstance(engine, FsdpConfig) and engine.offload == "parameters"
+    is_offloaded = engine.offload == "parameters"
     total = model.counts.total
     trained, moments = _trained(engine, model)
     kept, head, working = (

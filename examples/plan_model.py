@@ -10,8 +10,10 @@ import attrs
 PUBLISHED: Final = Path(__file__).parent / "model_facts"
 """The config.json of published models, each with its source: plans need no weights."""
 
-MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe")
 """`model_type`s whose weights are counted exactly."""
+
+_MIXTURES: Final = ("qwen3_moe", "qwen3_vl_moe")
 
 
 @final
@@ -28,6 +30,9 @@ class ParameterCounts:
     experts: int
     router: int
     norms: int
+
+    vision: int
+    """The vision tower of a model that sees, all of it."""
 
     @property
     def total(self) -> int:
@@ -68,8 +73,18 @@ class ModelFacts:
     num_sparse_layers: int
     """Layers with experts in place of the dense part."""
 
+    vision_weights: int
+    """Weights of the vision tower; 0 for a model that does not see."""
+
     config: Mapping[str, object] = attrs.field(repr=False, eq=False)
     """All of config.json."""
+
+    @property
+    def text_config(self) -> Mapping[str, object]:
+        """What config.json says of the language model."""
+        text = self.config.get("text_config", self.config)
+        assert isinstance(text, Mapping)  # noqa: S101  # `facts_of` has looked
+        return text
 
     @property
     def has_experts(self) -> bool:
@@ -112,6 +127,7 @@ class ModelFacts:
             * self.moe_intermediate_size,
             router=self.num_sparse_layers * self.num_experts * hidden,
             norms=layers * (2 * hidden + per_head) + hidden,
+            vision=self.vision_weights,
         )
 
     @property
@@ -123,8 +139,9 @@ class ModelFacts:
 
     @property
     def active(self) -> int:
-        """Weights that one token meets."""
-        return self.counts.total - self.counts.experts + self.active_experts
+        """Weights that one token of text meets."""
+        counts = self.counts
+        return counts.total - counts.vision - counts.experts + self.active_experts
 
     @property
     def multiplied_in_layers(self) -> int:
@@ -198,23 +215,63 @@ def parse_model(path: Path, *, name: str) -> ModelFacts:
     return facts_of(found, name=name, where=str(path))
 
 
-def facts_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelFacts:
+def _size(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        message = f"{where}: expected {key}, a whole number of at least 1, got {value!r}"
+        raise ValueError(message)
+    return value
+
+
+def _part(config: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    if not isinstance(value, Mapping):
+        message = f"{where}: expected {key}, a table, got {value!r}"
+        raise ValueError(message)  # noqa: TRY004  # the file is wrong, not the call
+    return value
+
+
+def vision_weights(vision: Mapping[str, Any], where: str) -> int:
+    """Weights of Qwen3-VL's vision tower, with the parts that hand its tokens on."""
+    hidden, inner, depth, out, places, colours, patch, frames, merge = (
+        _size(vision, key, where)
+        for key in (
+            *("hidden_size", "intermediate_size", "depth", "out_hidden_size"),
+            *("num_position_embeddings", "in_channels", "patch_size", "temporal_patch_size"),
+            "spatial_merge_size",
+        )
+    )
+    block = 4 * hidden * hidden + 4 * hidden + 2 * hidden * inner + inner + hidden + 4 * hidden
+    merged = merge * merge * hidden
+    merger = merged * merged + merged + merged * out + out
+    deep = vision.get("deepstack_visual_indexes")
+    if not isinstance(deep, list | tuple):
+        message = f"{where}: expected deepstack_visual_indexes, a list of layers, got {deep!r}"
+        raise ValueError(message)  # noqa: TRY004  # the file is wrong, not the call
+    return (
+        depth * block
+        + hidden * (colours * frames * patch * patch + 1)
+        + places * hidden
+        + (merger + 2 * hidden)
+        + len(deep) * (merger + 2 * merged)
+    )
+
+
+def facts_of(whole: Mapping[str, Any], *, name: str, where: str) -> ModelFacts:
     """The facts of a config.json's content.
 
     Raises:
         ValueError: as `read_model` does, with `where`.
     """
+    model_type = whole.get("model_type")
+    sees = model_type in ("qwen3_vl", "qwen3_vl_moe")
+    config = _part(whole, "text_config", where) if sees else whole
 
     def size(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            message = f"{where}: expected {key}, a whole number of at least 1, got {value!r}"
-            raise ValueError(message)
-        return value
+        return _size(config, key, where, default)
 
-    model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         message = (
             f"{where}: the weights of model_type {model_type!r} cannot be counted here; known: "
@@ -222,7 +279,7 @@ def facts_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelFacts:
         )
         raise ValueError(message)
     layers, heads = size("num_hidden_layers"), size("num_attention_heads")
-    sparse = _num_sparse_layers(config, layers, where) if model_type == "qwen3_moe" else 0
+    sparse = _num_sparse_layers(config, layers, where) if model_type in _MIXTURES else 0
     has_bias = bool(config.get("attention_bias", False))
     # transformers 5 writes the second name, the published folders have the first
     experts_key = "num_experts" if "num_experts" in config else "num_local_experts"
@@ -243,7 +300,7 @@ def facts_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelFacts:
         head_dim=size(
             "head_dim", None if model_type.startswith("qwen3") else size("hidden_size") // heads
         ),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(whole.get("tie_word_embeddings", False)),
         attention_bias=has_bias or model_type == "qwen2",
         output_bias=has_bias and model_type != "qwen2",
         mlp_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
@@ -251,7 +308,8 @@ def facts_of(config: Mapping[str, Any], *, name: str, where: str) -> ModelFacts:
         num_experts_per_tok=active,
         moe_intermediate_size=size("moe_intermediate_size") if sparse else 0,
         num_sparse_layers=sparse,
-        config=dict(config),
+        vision_weights=vision_weights(_part(whole, "vision_config", where), where) if sees else 0,
+        config=dict(whole),
     )
 
 

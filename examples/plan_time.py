@@ -188,19 +188,28 @@ def training_seconds(
     ranks = engine.parallel.world_size
     tokens = work.num_sequences * work.mean_tokens / ranks
     layers, head = operations_per_token(model, work.mean_tokens)
-    passes = 1 + work.logprob_passes / 3
+    passes = 1 + (work.logprob_passes + _counting_passes(engine)) / 3
     head_factor = _head_factor(engine, model, work)
     bounds = []
     for share in layer_shares(engine, model):
         per_token = layers / share + head * head_factor / max(share, COMPILED_SHARE)
         bounds.append(tokens * passes * per_token / device.product_flops)
     communication = communication_seconds(engine, model, device, work)
-    on_host = isinstance(engine, FsdpConfig) and engine.offload == "parameters"
+    on_host = engine.offload == "parameters"
     shard = model.counts.total / engine.parallel.fsdp_size
     rate = 20e9 if on_host else device.memory_bytes_per_s * _MEMORY_SHARE
     optimizer = _OPTIMIZER_BYTES * shard / rate
     return Seconds(
         max(bounds[1], communication) + optimizer, max(bounds[0], 1.5 * communication) + optimizer
+    )
+
+
+def _counting_passes(engine: EngineConfig) -> int:
+    """Passes without gradient that only count what the routers choose."""
+    return int(
+        isinstance(engine, VeomniConfig)
+        and engine.router_aux_loss_coef > 0.0
+        and engine.router_replay == "none"
     )
 
 
@@ -246,7 +255,7 @@ def communication_seconds(
         exchanged += 2 * tokens * model.num_hidden_layers * width * element
     seconds = (per_micro_batch * micro_batches + exchanged) / rate
     seconds += added_up * micro_batches / between
-    if isinstance(engine, FsdpConfig) and engine.offload == "parameters":
+    if engine.offload == "parameters":
         moved = (2 * element + 4) * counts.total / shards * micro_batches
         seconds += moved / device.host_bytes_per_s
     return seconds

@@ -19,14 +19,13 @@ from typing import Literal, get_args
 
 import attrs
 import torch
-from actors import Engine
 from conduct import Job, Problems, RunSettings
 from grpo import LoopConfig, train
 from launch import main
 from smollm2 import default_cache, smollm2_folder
+from trainer import Engine, Scorer
 
 from engine_fsdp import FsdpConfig, FsdpEngine, FsdpScorer, OptimConfig
-from parallel_state.process_group import init_process_group
 from rl_tasks import AdditionConfig, addition_problems, addition_reward
 from rollout_vllm import VllmConfig
 
@@ -73,10 +72,14 @@ class QuickstartConfig:
     """A Hugging Face folder to train instead of SmolLM2-135M-Instruct."""
 
 
-def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: FsdpConfig) -> Engine:
+def make_engine(device: torch.device, *, config: FsdpConfig) -> Engine:
     """One rank's engine, in its own process."""
-    init_process_group(rank=rank, world_size=num_ranks, init_method=meeting_point)
-    return FsdpEngine(config, device=torch.device("cpu"))
+    return FsdpEngine(config, device=device)
+
+
+def make_reference(device: torch.device, *, config: FsdpConfig) -> Scorer:
+    """One rank's part of the policy that the run begins with, frozen."""
+    return FsdpScorer(config, device=device)
 
 
 def make_job(config: QuickstartConfig) -> Job:
@@ -96,7 +99,7 @@ def make_job(config: QuickstartConfig) -> Job:
         title=f"{model_name} learns single-digit addition, {kind.upper()} loss",
         parallel=engine.parallel,
         make_engine=functools.partial(make_engine, config=engine),
-        make_reference=functools.partial(FsdpScorer, engine, device=torch.device("cpu"))
+        make_reference=functools.partial(make_reference, config=engine)
         if config.loop.has_kl_term
         else None,
         loop=train,

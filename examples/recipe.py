@@ -5,12 +5,12 @@ a recipe can be told. What two of them must agree on is compared before anything
 """
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, assert_never, get_args
 
 import attrs
 import torch
-from actors import Engine, Scorer
 from conduct import Job, OverlongPrompts, Problems, RunSettings, TrainLoop
 from grpo import LoopConfig
 from plan_device import find_device
@@ -18,10 +18,11 @@ from plan_memory import EngineConfig
 from plan_model import read_model
 from run_plan import RunPlan, plan_run
 from tiny_models import Architecture, model_folder, sorting_problems, tiny_model
+from trainer import Engine, Scorer
+from vision import ColouredSquares
 
 from engine_fsdp import FsdpConfig, FsdpEngine, FsdpScorer
 from engine_veomni import VeomniConfig, VeomniEngine, VeomniScorer
-from parallel_state.process_group import init_process_group
 from rl_tasks import ExactMatch, LastNumber, MathAnswer, load_problems
 from rollout_vllm import VllmConfig
 
@@ -98,7 +99,7 @@ class SortingDigits:
 class Recipe:
     """Everything that a run can be told."""
 
-    data: PromptFiles | SortingDigits
+    data: PromptFiles | SortingDigits | ColouredSquares
     """The problems."""
 
     loop: LoopConfig
@@ -146,34 +147,19 @@ class Recipe:
                 f"max_prompt_tokens + loop.max_new_tokens = {self.data.max_prompt_tokens} + "
                 f"{self.loop.max_new_tokens} = {needed}; set it to {needed}"
             )
+        if self.sampler.hf_overrides:
+            problems.append(
+                f"sampler.hf_overrides = {dict(self.sampler.hf_overrides)}: the trainer would go "
+                "on with what the model's config.json says; write them there instead"
+            )
         problems += self._without_effect()
         if problems:
             raise ValueError("; ".join(problems))
 
     def _without_effect(self) -> list[str]:
         """Settings of the parts that the loop or the device leaves without effect."""
-        problems: list[str] = []
-        engine, sampler = self.engine, self.sampler
-        if isinstance(engine, FsdpConfig) and sampler.device == "cpu":
-            if engine.compile_blocks:
-                problems.append("engine.compile_blocks = True is for GPUs; set it to False")
-            if engine.offload != "none":
-                problems.append(
-                    f"engine.offload = {engine.offload!r}: on a CPU weights and optimizer are in "
-                    "the host's memory already; set it to 'none'"
-                )
-        if isinstance(engine, VeomniConfig):
-            if engine.router_replay != "none":
-                problems.append(
-                    f"engine.router_replay = {engine.router_replay!r}: the loop takes the ratio "
-                    "against the sampler's logprobs and asks the engine for none, so there are no "
-                    "routes to replay; leave it at 'none'"
-                )
-            if engine.router_statistics:
-                problems.append(
-                    "engine.router_statistics = True: the loop records none of them; set it to "
-                    "False"
-                )
+        problems = [*on_a_cpu(self.engine, self.sampler), *of_routers(self.engine, self.sampler)]
+        sampler = self.sampler
         if sampler.load_format != "safetensors":
             problems.append(
                 f"sampler.load_format = {sampler.load_format!r}: the run is measured before its "
@@ -193,6 +179,42 @@ class Recipe:
         return problems
 
 
+def on_a_cpu(engine: EngineConfig, sampler: VllmConfig) -> Iterator[str]:
+    """Settings of the engine that a CPU leaves without effect."""
+    if sampler.device != "cpu":
+        return
+    if isinstance(engine, FsdpConfig) and engine.compile_blocks:
+        yield "engine.compile_blocks = True is for GPUs; set it to False"
+    if engine.offload != "none":
+        yield (
+            f"engine.offload = {engine.offload!r}: on a CPU weights and optimizer are in the "
+            "host's memory already; set it to 'none'"
+        )
+
+
+def of_routers(engine: EngineConfig, sampler: VllmConfig) -> Iterator[str]:
+    """Settings about a mixture's routers that this loop leaves without effect."""
+    replay = engine.router_replay if isinstance(engine, VeomniConfig) else "none"
+    if replay == "logprobs":
+        yield (
+            "engine.router_replay = 'logprobs': the loop takes the ratio against the sampler's "
+            "logprobs and asks the engine for none, so there are no routes to replay; leave it at "
+            "'none', or take those of the sampler: 'rollout'"
+        )
+    if replay == "rollout" and not sampler.return_routed_experts:
+        yield (
+            "engine.router_replay = 'rollout' replays what the sampler's routers chose, and "
+            "sampler.return_routed_experts is False; set it to True"
+        )
+    if replay != "rollout" and sampler.return_routed_experts:
+        yield (
+            "sampler.return_routed_experts = True: nobody reads what the routers chose; leave it "
+            "at False, or set engine.router_replay = 'rollout' (engine-veomni)"
+        )
+    if isinstance(engine, VeomniConfig) and engine.router_statistics:
+        yield "engine.router_statistics = True: the loop records none of them; set it to False"
+
+
 def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:
     """Put a run together; loads nothing."""
     engine = recipe.engine
@@ -204,6 +226,7 @@ def make_job(recipe: Recipe, *, name: str, title: str, loop: TrainLoop) -> Job:
         make_reference=functools.partial(make_reference, config=engine)
         if recipe.loop.has_kl_term
         else None,
+        offloaded=engine.offload != "none",
         loop=loop,
         sampler=recipe.sampler,
         num_samplers=recipe.num_samplers,
@@ -271,10 +294,8 @@ def prepare_model(path: Path) -> Path:
     return path
 
 
-def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: EngineConfig) -> Engine:
+def make_engine(device: torch.device, *, config: EngineConfig) -> Engine:
     """One rank's engine, in its own process."""
-    init_process_group(rank=rank, world_size=num_ranks, init_method=meeting_point)
-    device = torch.device("cpu")
     match config:
         case FsdpConfig():
             return FsdpEngine(config, device=device)
@@ -284,9 +305,8 @@ def make_engine(rank: int, num_ranks: int, meeting_point: str, *, config: Engine
             assert_never(config)
 
 
-def make_reference(*, config: EngineConfig) -> Scorer:
+def make_reference(device: torch.device, *, config: EngineConfig) -> Scorer:
     """One rank's part of the policy that the run begins with, frozen."""
-    device = torch.device("cpu")
     match config:
         case FsdpConfig():
             return FsdpScorer(config, device=device)

@@ -229,7 +229,7 @@ def _refused_settings(candidate: Candidate, setting: Setting) -> Iterator[Refusa
                 if number == 0
                 else f"one of {', '.join(str(d) for d in range(1, 65) if number % d == 0)}",
             )
-    longest = model.config.get("max_position_embeddings")
+    longest = model.text_config.get("max_position_embeddings")
     if isinstance(longest, int) and sampler.max_model_len > longest:
         yield Refusal(
             problem=f"sampler.max_model_len = {sampler.max_model_len} is more than the model's "

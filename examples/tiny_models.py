@@ -11,6 +11,7 @@ import random
 from pathlib import Path
 from typing import Literal
 
+import tiny_vision
 import torch
 from model_cache import cache_root, made_once
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -24,7 +25,7 @@ from transformers import (
 
 from rl_tasks import ChatMessage, Problem
 
-Architecture = Literal["qwen3", "qwen3_moe"]
+Architecture = Literal["qwen3", "qwen3_moe", "qwen3_vl_moe"]
 """`model_type` of the models."""
 
 CHARACTERS = " 0123456789=orst"
@@ -55,8 +56,9 @@ def sorting_problems(count: int, *, seed: int) -> tuple[Problem, ...]:
 
 
 def model_folder(architecture: Architecture) -> Path:
-    """Where a model is kept. The name changes with this file, so that no stale one is used."""
-    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    """Where a model is kept. The name changes with what makes it, so that no stale one is used."""
+    source = tiny_vision.__file__ if architecture == "qwen3_vl_moe" else __file__
+    version = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]
     return cache_root() / f"tiny-{architecture.replace('_', '-')}-{version}"
 
 
@@ -67,6 +69,9 @@ def tiny_model(architecture: Architecture) -> Path:
 
 def make(folder: Path, *, architecture: Architecture) -> None:
     """Write model and tokenizer into an existing folder."""
+    if architecture == "qwen3_vl_moe":
+        tiny_vision.make(folder)
+        return
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
     warmed_up(untrained(architecture, tokenizer), tokenizer).save_pretrained(folder)

@@ -14,7 +14,7 @@ from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty, PolicyLoss, TokenTruncatio
 from engine_fsdp import FsdpConfig, LoraConfig, MuonConfig, OptimConfig as FsdpOptim
 from engine_veomni import OptimConfig as VeomniOptim, VeomniConfig
 from parallel_state import ExtraParallelSizes, ParallelState
-from rollout_vllm import ServerConfig, VllmConfig
+from rollout_vllm import ServerConfig, Speculation, VllmConfig
 
 HEADER = """\
 # Capabilities
@@ -31,6 +31,8 @@ On NVIDIA GPUs engines and sampler have run too, each by itself, with what their
 | --- | --- | --- |
 """
 
+GUESSES = Speculation(num_speculative_tokens=3)
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 COSINE = FsdpOptim(learning_rate=1e-6, schedule="cosine", total_steps=100)
 
 
@@ -115,6 +117,20 @@ PROBES = (
         )
     ]
     + [
+        Probe(part="engine-veomni", feature=feature, construct=veomni(**settings))
+        for feature, settings in (
+            ("parameters in host memory, on GPUs", {"offload": "parameters"}),
+            ("replay of routes, of its own logprobs", {"router_replay": "logprobs"}),
+            ("replay of routes, of the sampler", {"router_replay": "rollout"}),
+            ("load-balancing loss", {"router_aux_loss_coef": 0.001}),
+            ("router statistics", {"router_statistics": True}),
+            (
+                "prompts with images, the vision tower frozen (Qwen3-VL, Qwen3-VL-MoE)",
+                {"freeze_vision": True},
+            ),
+        )
+    ]
+    + [
         Probe(part="rl-contracts", feature=feature, construct=optim(**settings))
         for feature, settings in (
             ("a schedule whose end is not known", {"schedule": "cosine"}),
@@ -144,11 +160,18 @@ PROBES = (
                 {"device": "cuda", "return_routed_experts": True},
             ),
             ("sleep, on GPUs", {"device": "cuda", "enable_sleep": True}),
+            ("prompts with images", {"images_per_prompt": 1}),
             ("OpenAI-compatible server, on loopback", {"server": ServerConfig()}),
-            ("pipeline parallel", {"engine_args": {"pipeline_parallel_size": 2}}),
-            ("LoRA", {"engine_args": {"enable_lora": True}}),
-            ("quantisation", {"engine_args": {"quantization": "fp8"}}),
-            ("speculative decoding", {"engine_args": {"speculative_config": {}}}),
+            ("pipeline parallel", {"pipeline_parallel_size": 2}),
+            ("speculative decoding by n-grams", {"speculation": GUESSES}),
+            ("fp8 with a scale per channel", {"quantization": "fp8_per_channel"}),
+            ("fp8 with a scale per tensor", {"quantization": "fp8_per_tensor"}),
+            ("another rotary embedding", {"hf_overrides": {"rope_parameters": YARN}}),
+            ("other sizes of the model", {"hf_overrides": {"hidden_size": 64}}),
+            ("adapters (LoRA) as updates", {"engine_args": {"enable_lora": True}}),
+            ("pipeline parallel, on GPUs", {"device": "cuda", "pipeline_parallel_size": 2}),
+            ("speculative decoding, on GPUs", {"device": "cuda", "speculation": GUESSES}),
+            ("fp8, on GPUs", {"device": "cuda", "quantization": "fp8_per_channel"}),
             (
                 "expert parallel by vLLM's own flag",
                 {"engine_args": {"enable_expert_parallel": True}},

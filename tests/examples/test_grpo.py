@@ -16,8 +16,8 @@ from rl_tasks import ChatMessage, EncodedProblem, Problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from conduct import model_digest
 from grpo import Group, LoopConfig, loss_of, rows_of, sampling_seed
+from identity import model_digest
 
 NAN = float("nan")
 CONFIG = LoopConfig(num_steps=1, max_new_tokens=2, group_size=3)

@@ -31,8 +31,10 @@ from rl_tasks import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from actors import Samplers, Trainer, TrainResult
+from graders import graded_here
 from grpo import LoopConfig, Run, Task, sampling_seed, train
+from samplers import Samplers
+from trainer import Trainer, TrainResult
 
 NUM_PROBLEMS = 5
 
@@ -62,8 +64,14 @@ class FakeSampler:
         self.version = cast("int", published)
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], *, num_samples: int, params: SamplingParams
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: tuple[object, ...] = (),
     ) -> list[Completion]:
+        assert not images
         self.asked.append((prompt_ids, num_samples, params, self.version))
         return [
             Completion(
@@ -120,18 +128,28 @@ def problems() -> list[EncodedProblem]:
 
 
 def run(
-    config: LoopConfig, *, uniform: Collection[int] = ()
+    config: LoopConfig,
+    *,
+    uniform: Collection[int] = (),
+    beside: bool = False,
+    trained_meanwhile: int = 0,
 ) -> tuple[FakeSampler, FakeTrainer, list[tuple[int, dict[str, float]]]]:
     sampler, trainer = FakeSampler(uniform=frozenset(uniform)), FakeTrainer()
     steps: list[tuple[int, dict[str, float]]] = []
-    evaluated: list[int] = []
 
     async def evaluate() -> dict[str, float]:
-        evaluated.append(sampler.version)
-        return {"reward/heldout/mean": float(sampler.version)}
+        version = sampler.version
+        enough = min(len(trainer.given) + trained_meanwhile, config.num_steps)
+        while len(trainer.given) < enough:  # noqa: ASYNC110  (nobody tells of it)
+            await asyncio.sleep(0)
+        assert sampler.version == version
+        return {"reward/heldout/mean": float(version)}
+
+    async def record(step: int, metrics: dict[str, float]) -> None:
+        steps.append((step, metrics))
 
     async def finish_step(step: int, metrics: dict[str, float]) -> bool:
-        steps.append((step, metrics))
+        await record(step, metrics)
         return True
 
     asyncio.run(
@@ -143,13 +161,16 @@ def run(
                     heldout=(),
                     rewards={"test": LastNumber()},
                     tokenizer=Tokenizer(),
+                    grade=graded_here({"test": LastNumber()}),
                 ),
                 scheduler=Scheduler(config.schedule()),
                 trainer=cast("Trainer", trainer),
                 sampler=cast("Samplers", sampler),
                 dtype="float32",
                 evaluate=evaluate,
+                record=record,
                 finish_step=finish_step,
+                evaluates_beside=lambda step: beside and step < config.num_steps,
             )
         )
     )
@@ -226,6 +247,21 @@ def test_evaluations_stand_where_they_were_asked_for() -> None:
     assert [step for step, _ in steps] == [1, 2, 3, 4]
     found = {s: m["reward/heldout/mean"] for s, m in steps if "reward/heldout/mean" in m}
     assert found == {3: 3.0, 4: 4.0}
+
+
+def test_training_goes_on_beside_an_evaluation() -> None:
+    """Step 2 is measured while step 3 is trained, on its own weights, and recorded before step 3.
+
+    Without going on, the answers to the held-out problems would wait for step 3 for ever.
+    """
+    _, _, steps = run(
+        config_of(max_staleness=1, publish_every=2, evaluate_every=2, num_steps=5),
+        beside=True,
+        trained_meanwhile=1,
+    )
+    found = {s: m["reward/heldout/mean"] for s, m in steps if "reward/heldout/mean" in m}
+    assert [step for step, _ in steps] == [1, 2, 3, 4, 5]
+    assert found == {2: 2.0, 4: 4.0, 5: 5.0}
 
 
 def test_weights_are_published_as_often_as_asked() -> None:

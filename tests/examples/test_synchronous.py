@@ -23,9 +23,11 @@ from rl_tasks import EncodedProblem, ExactMatch, PromptOrder, RewardResult, enco
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from actors import Samplers, Trainer, TrainResult
+from graders import graded_here
 from grpo import Group, LoopConfig, Run, Task, loss_fn, rows_of, sample_group, sampling_seed, train
+from samplers import Samplers
 from tiny_models import character_tokenizer, sorting_problems, untrained
+from trainer import Trainer, TrainResult
 
 NUM_STEPS = 20
 
@@ -67,8 +69,14 @@ class PlainSampler:
 
     @torch.no_grad()
     async def sample(
-        self, prompt: tuple[int, ...], *, num_samples: int, params: SamplingParams
+        self,
+        prompt: tuple[int, ...],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        images: tuple[object, ...],
     ) -> list[Completion]:
+        assert not images
         assert params.seed is not None
         generator = torch.Generator().manual_seed(params.seed)
         ids = torch.tensor([prompt] * num_samples)
@@ -122,7 +130,14 @@ def task_of(model: Path) -> Task:
     problems = encode_problems(
         tokenizer, sorting_problems(30, seed=0), max_prompt_tokens=16, overlong="error"
     ).problems
-    return Task(train=problems, heldout=(), rewards={"sort": FirstDigit()}, tokenizer=tokenizer)
+    rewards = {"sort": FirstDigit()}
+    return Task(
+        train=problems,
+        heldout=(),
+        rewards=rewards,
+        tokenizer=tokenizer,
+        grade=graded_here(rewards),
+    )
 
 
 class FirstDigit:
@@ -152,8 +167,11 @@ async def by_the_loop(model: Path, config: LoopConfig) -> Mapping[str, Tensor]:
     async def nothing() -> dict[str, float]:
         return {}
 
-    async def go_on(step: int, metrics: dict[str, float]) -> bool:
+    async def record(step: int, metrics: dict[str, float]) -> None:
         assert step == metrics["policy/version/value"]
+
+    async def go_on(step: int, metrics: dict[str, float]) -> bool:
+        await record(step, metrics)
         return True
 
     await train(
@@ -165,7 +183,9 @@ async def by_the_loop(model: Path, config: LoopConfig) -> Mapping[str, Tensor]:
             sampler=cast("Samplers", PlainSampler(character_tokenizer())),
             dtype="float32",
             evaluate=nothing,
+            record=record,
             finish_step=go_on,
+            evaluates_beside=lambda _: True,
         )
     )
     return dict(trainer.engine.export_weights())

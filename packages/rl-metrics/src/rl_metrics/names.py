@@ -37,6 +37,11 @@ _ROWS = (
         "Completions on held-out problems that the grader could not score.",
     ),
     ("advantage/train/max", "reward", "Largest absolute advantage of the step."),
+    (
+        "loss/router_aux/mean",
+        "1",
+        "Load-balancing loss of the routers over all tokens of the step, without its coefficient.",
+    ),
     ("groups/uniform/fraction", "fraction", "Groups whose members all have the same reward."),
     ("groups/set_aside/count", "groups", "Uniform groups that others were sampled in place of."),
     ("length/prompt/mean", "tokens", "Mean prompt length."),
@@ -116,6 +121,11 @@ _ROWS = (
     ),
     ("time/publish/max", "s", "Wall time of the step's longest single publish."),
     ("time/publish_pause/seconds", "s", "Part of it in which samplers stood still; their mean."),
+    (
+        "time/handover/seconds",
+        "s",
+        "Wall time of handing devices over between trainer and samplers that take turns on them.",
+    ),
     ("publish/step/count", "publishes", "Publishes of the step."),
     ("publish/weights/bytes", "bytes", "Bytes that one publish moved to one sampler."),
     ("time/evaluate/seconds", "s", "Wall time of the held-out evaluation."),

@@ -157,6 +157,7 @@ PANELS = (
             Line(metric="time/sample/seconds", label="sample"),
             Line(metric="time/train/seconds", label="train"),
             Line(metric="time/publish/seconds", label="publish"),
+            Line(metric="time/handover/seconds", label="hand over"),
         ),
         from_zero=True,
     ),

@@ -1,19 +1,24 @@
-"""The Ray actors of an example: trainer ranks and samplers. Wiring, no algorithm."""
+"""The Ray actors that train, one per rank. Wiring, no algorithm."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, cast, final
+from typing import Protocol, TypeVar, final
 
+import torch
+from placement import Placement
 from torch import Tensor
+from turns import Turns
 
-from async_policy import Actor, ActorLostError, ActorMethodError, Cluster
+from async_policy import Actor, ActorLostError, Cluster
 from device_env import snapshot
-from rl_contracts import PolicyVersion, Sampler
+from parallel_state.process_group import init_process_group
 from rl_contracts.train import (
     Checkpointable,
     LossFn,
@@ -22,18 +27,24 @@ from rl_contracts.train import (
     StepResult,
     TrainEngine,
 )
-from rollout_vllm import Dtype, PublishedWeights, VllmConfig, publish_weights
-from rollout_vllm.remote_replica import RemoteReplica
-from rollout_vllm.replica import ReplicaSetConfig, replica_config
-from rollout_vllm.replicas import ReplicaSet
-from rollout_vllm.sampler_host import SamplerHost
+from rollout_vllm import Dtype, PublishedWeights, publish_weights
 
 
-class Engine(TrainEngine, Checkpointable, PretrainedExporter, Protocol):
+class Movable(Protocol):
+    """What can give its device's memory away for a while."""
+
+    def to_host(self) -> None:
+        """Free the device's memory until `to_device`."""
+
+    def to_device(self) -> None:
+        """Take it back."""
+
+
+class Engine(TrainEngine, Checkpointable, PretrainedExporter, Movable, Protocol):
     """What the trainer needs of an engine: engine-fsdp and engine-veomni both fit."""
 
 
-class Scorer(Protocol):
+class Scorer(Movable, Protocol):
     """A frozen policy; `FsdpScorer` and `VeomniScorer` both fit."""
 
     def logprobs(self, micro_batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -42,13 +53,17 @@ class Scorer(Protocol):
 
 R = TypeVar("R")
 
+CALL_TIMEOUT_S = 7200.0
+"""How long a call may take: a step or a group of long completions of a large model, with a margin.
+A process that has died or hangs is found long before, by what its connection or its ping says."""
+
 LAST_WORDS_S = 10.0
 """How long ranks have to say what happened to them, once one has failed."""
 
-MakeEngine = Callable[[int, int, str], Engine]
-"""(rank, number of ranks, where they meet) to an engine; runs in the rank's own process."""
+MakeEngine = Callable[[torch.device], Engine]
+"""Makes a rank's engine on its device, in the rank's process, after the ranks have met."""
 
-MakeReference = Callable[[], Scorer]
+MakeReference = Callable[[torch.device], Scorer]
 """Makes the reference policy of a rank, in the rank's process, after its engine."""
 
 
@@ -73,10 +88,18 @@ class TrainerRank:
         rank: int,
         num_ranks: int,
         meeting_point: str,
+        backend: str,
+        device: torch.device,
+        offloaded: bool,
     ) -> None:
+        init_process_group(
+            rank=rank, world_size=num_ranks, init_method=meeting_point, backend=backend
+        )
         self._rank = rank
-        self._engine = make_engine(rank, num_ranks, meeting_point)
-        self._reference = None if make_reference is None else make_reference()
+        self._device = device
+        self._offloaded = offloaded
+        self._engine = make_engine(device)
+        self._reference = None if make_reference is None else make_reference(device)
 
     def environment(self) -> dict[str, str]:
         """The variables that this process sees, for the run folder."""
@@ -110,6 +133,22 @@ class TrainerRank:
         return publish_weights(
             weights, version=self._engine.policy_version, folder=folder, dtype=dtype
         )
+
+    def to_host(self) -> None:
+        """Free the device's memory until `to_device`."""
+        for part in self._on_device():
+            part.to_host()
+        torch.get_device_module(self._device).empty_cache()
+
+    def to_device(self) -> None:
+        """Take it back."""
+        for part in self._on_device():
+            part.to_device()
+
+    def _on_device(self) -> list[Movable]:
+        if self._offloaded:
+            return []
+        return [self._engine] if self._reference is None else [self._engine, self._reference]
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write the engine's complete state."""
@@ -167,6 +206,11 @@ class Trainer:
         self.ranks = tuple(ranks)
         self.ulysses_size = ulysses_size
         self._weights_folder = weights_folder
+        self._turn: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
+
+    def take_turns(self, turns: Turns) -> None:
+        """Compute only while the devices are the trainer's."""
+        self._turn = turns.training
 
     @property
     def num_shares(self) -> int:
@@ -177,27 +221,30 @@ class Trainer:
         self, shares: Sequence[list[PackedBatch]], loss_fn: LossFn[PackedBatch]
     ) -> TrainResult:
         """One optimizer step; see `num_shares`."""
-        results = await together(
-            rank.call(TrainerRank.train, shares[index // self.ulysses_size], loss_fn)
-            for index, rank in enumerate(self.ranks)
-        )
+        async with self._turn():
+            results = await together(
+                rank.call(TrainerRank.train, shares[index // self.ulysses_size], loss_fn)
+                for index, rank in enumerate(self.ranks)
+            )
         return results[0]
 
     async def with_ref_logprobs(
         self, shares: Sequence[list[PackedBatch]]
     ) -> list[list[PackedBatch]]:
         """The same shares with the logprobs of the model that the run began with."""
-        scored = await together(
-            rank.call(TrainerRank.with_ref_logprobs, shares[index // self.ulysses_size])
-            for index, rank in enumerate(self.ranks)
-        )
+        async with self._turn():
+            scored = await together(
+                rank.call(TrainerRank.with_ref_logprobs, shares[index // self.ulysses_size])
+                for index, rank in enumerate(self.ranks)
+            )
         return scored[:: self.ulysses_size]
 
     async def publish(self, dtype: Dtype) -> PublishedWeights:
         """Put the present weights where a sampler finds them."""
-        results = await together(
-            rank.call(TrainerRank.publish, self._weights_folder, dtype) for rank in self.ranks
-        )
+        async with self._turn():
+            results = await together(
+                rank.call(TrainerRank.publish, self._weights_folder, dtype) for rank in self.ranks
+            )
         (published,) = (result for result in results if result is not None)
         return published
 
@@ -213,69 +260,58 @@ class Trainer:
         """Write the model as a Hugging Face folder."""
         await self._all(TrainerRank.save_pretrained, folder)
 
+    async def to_host(self) -> None:
+        """Free the memory of all devices until `to_device`."""
+        await together(rank.call(TrainerRank.to_host) for rank in self.ranks)
+
+    async def to_device(self) -> None:
+        """Take it back."""
+        await together(rank.call(TrainerRank.to_device) for rank in self.ranks)
+
     async def _all(self, method: Callable[[TrainerRank, Path], None], folder: Path) -> None:
-        await together(rank.call(method, folder) for rank in self.ranks)
+        async with self._turn():
+            await together(rank.call(method, folder) for rank in self.ranks)
 
 
-class Samplers(Sampler, Protocol):
-    """What a loop needs of one sampler or several: a `ReplicaSet` fits."""
+def start_trainer(
+    cluster: Cluster,
+    make_engine: MakeEngine,
+    make_reference: MakeReference | None,
+    *,
+    placement: Placement,
+    weights: Path,
+    ulysses_size: int,
+    offloaded: bool,
+) -> Trainer:
+    """One process per rank; they meet at a file, so that no port is opened for it.
 
-    async def load_published(self, published: PublishedWeights) -> None:
-        """Take new weights; after it no token is drawn from older ones."""
-
-
-@final
-class ActorRemote:
-    """A sampler's process, as rollout-vllm reaches it; see `rollout_vllm.remote_replica`."""
-
-    def __init__(self, actor: Actor[SamplerHost]) -> None:
-        self._actor = actor
-
-    def submit(self, method: str, *args: object, **kwargs: object) -> Awaitable[object]:
-        """Call a method of the host."""
-        called: Callable[..., Awaitable[object]] = getattr(SamplerHost, method)
-        return asyncio.ensure_future(self._actor.call(called, *args, **kwargs))
-
-    def cancel(self, call: Awaitable[object]) -> None:
-        """Cancel such a call, over there too."""
-        cast("asyncio.Future[object]", call).cancel()
-
-    def raised(self, error: Exception) -> Exception | None:
-        """What the method itself raised, if it did."""
-        cause = getattr(error.__cause__, "cause", None)  # of ray's error, behind the actor's
-        return (
-            cause if isinstance(error, ActorMethodError) and isinstance(cause, Exception) else None
-        )
-
-    def end(self) -> None:
-        """End the process."""
-        self._actor.stop()
-
-
-async def start_samplers(
-    cluster: Cluster, config: VllmConfig, *, count: int
-) -> tuple[ReplicaSet, list[Actor[SamplerHost]]]:
-    """Samplers with the weights of the model folder, each in a process of its own.
-
-    One that dies is replaced by another of the same name, which takes the newest weights before it
-    serves; its requests are drawn again by those that are left.
+    Args:
+        cluster: where.
+        make_engine: makes a rank's engine.
+        make_reference: makes a rank's part of the reference policy; None if there is none.
+        placement: the device of each rank.
+        weights: a folder for files that the processes of the run pass each other.
+        ulysses_size: ranks that share every sequence.
+        offloaded: whether the engine keeps its weights in host memory between calls anyway.
     """
-    actors: dict[int, Actor[SamplerHost]] = {}
-
-    async def start(number: int) -> RemoteReplica:
-        name = "sampler" if count == 1 else f"sampler {number}"
-        if number in actors:
-            actors[number].stop()
-        actor = cluster.actor(name).start(
-            SamplerHost, replica_config(config, number), policy_version=PolicyVersion(0)
+    num_ranks = len(placement.ranks)
+    meeting_point = f"file://{weights / 'ranks-meet-here'}"
+    ranks = [
+        cluster.actor(
+            f"trainer rank {rank}",
+            environment=placement.environment(ids),
+            call_timeout_s=CALL_TIMEOUT_S,
+        ).start(
+            TrainerRank,
+            make_engine,
+            make_reference,
+            rank=rank,
+            num_ranks=num_ranks,
+            meeting_point=meeting_point,
+            backend=placement.backend,
+            device=placement.torch_device,
+            offloaded=offloaded,
         )
-        actors[number] = actor
-        return await RemoteReplica.start(ActorRemote(actor), name=name)
-
-    samplers = await ReplicaSet.start(
-        start,
-        ReplicaSetConfig(num_replicas=count),
-        policy_version=PolicyVersion(0),
-        dtype=config.dtype,
-    )
-    return samplers, [actors[number] for number in range(count)]
+        for rank, ids in enumerate(placement.ranks)
+    ]
+    return Trainer(ranks, weights_folder=weights / "published", ulysses_size=ulysses_size)
