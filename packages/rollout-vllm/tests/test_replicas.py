@@ -130,12 +130,17 @@ class World:
         self.started: list[FakeReplica] = []
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.num_starting = 0
         self.deaths_in_load = 0
         self.failures = 0
         self.failure: Exception = ReplicaLostError("no memory")
 
     async def start(self, number: int) -> FakeReplica:
-        await self.may_start.wait()
+        self.num_starting += 1
+        try:
+            await self.may_start.wait()
+        finally:
+            self.num_starting -= 1
         if self.failures:
             self.failures -= 1
             raise self.failure
@@ -457,6 +462,32 @@ def test_while_the_devices_are_away_nothing_starts(tmp_path: Path) -> None:
 
     world = run(test, tmp_path, health_interval_s=0.01)
     assert len(world.started) == 3
+
+
+def test_a_replica_that_is_being_started_does_not_take_lent_devices(tmp_path: Path) -> None:
+    """Its start is cut off and repeated after `wake`; what died before has ended by then."""
+
+    async def test(world: World, replicas: ReplicaSet, folder: Path) -> None:
+        del folder
+        prompt = await prompt_of(replicas, 0)
+        world.may_start.clear()
+        lost = world.newest(0)
+        lost.dead = True
+        assert await draw(replicas, prompt) == 1  # and another replica 0 is being started
+        await asyncio.sleep(0.01)
+        assert world.num_starting == 1
+        await replicas.sleep()
+        assert lost.closed == 1
+        assert world.num_starting == 0
+        world.may_start.set()
+        await asyncio.sleep(0.01)
+        assert (replicas.num_serving, len(world.started)) == (1, 2)
+        await replicas.wake()
+        await all_serve(replicas)
+        assert not world.newest(0).asleep
+        assert len(replicas.losses) == 1
+
+    run(test, tmp_path, max_failed_starts=1)
 
 
 def test_closing_ends_waiting_requests(tmp_path: Path) -> None:

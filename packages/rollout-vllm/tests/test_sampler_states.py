@@ -116,6 +116,8 @@ class FakeEngine:
     async def sleep(self, *, keep_weights: bool) -> None:
         """Write it down."""
         self.calls.append(f"sleep {keep_weights}")
+        if self.fails:
+            raise WeightUpdateError("falling asleep broke off in the engine: no pinned memory")
         self.memory -= 80
 
     async def wake(self, parts: Sequence[Part]) -> None:
@@ -333,6 +335,21 @@ def test_sleep_gives_memory_and_wakes_by_parts(tmp_path: Path) -> None:
             "load 1",
             "wake kv_cache",
         ]
+
+    asyncio.run(run())
+
+
+def test_a_sampler_that_stops_half_way_to_sleep_is_closed() -> None:
+    """Its requests are held, and nobody would let them go: no later one waits for ever."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        engine.fails = True
+        sampler = make(engine, device="cuda", sleeps=True)
+        with pytest.raises(WeightUpdateError, match="broke off in the engine: no pinned memory"):
+            await sampler.sleep(keep_weights=True)
+        with pytest.raises(SamplerClosedError, match="broke off in the engine: no pinned memory"):
+            await sampler.sample([1], num_samples=1, params=PARAMS)
 
     asyncio.run(run())
 

@@ -60,10 +60,8 @@ class ReplicaKeeper:
         self.changed = asyncio.Condition()
         """Notified whenever a replica comes or goes, and by the set."""
 
-        self.may_start = asyncio.Event()
-        """Cleared while the devices of the replicas are somebody else's."""
-
-        self.may_start.set()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self.closed: SamplerClosedError | None = None
         """Why nothing is kept any more."""
 
@@ -71,6 +69,8 @@ class ReplicaKeeper:
         """Why each replica that was replaced had to be, oldest first."""
 
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start all replicas at once, wait for them, and keep them from then on.
@@ -141,7 +141,29 @@ class ReplicaKeeper:
         slot.replica = None
         slot.lost.set()
         self.losses.append(f"replica {slot.number}: {type(error).__name__}: {error}")
-        self._background(self._replace(slot, replica))
+        ending = asyncio.create_task(self._end(replica))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        self._background(self._replace(slot, ending))
+
+    async def pause(self) -> None:
+        """Start no replica until `go_on`, and end those that are being started.
+
+        Call it with `joining` held, so that none is about to join.
+        """
+        self._may_start.clear()
+        for starting in self._starting:
+            starting.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+
+    async def until_ended(self) -> None:
+        """Wait until no replica that was given up holds anything."""
+        await asyncio.gather(*self._ending)
+
+    async def go_on(self) -> None:
+        """Start replicas again."""
+        self._may_start.set()
+        await self.notify()
 
     async def notify(self) -> None:
         """Wake whoever waits in `until`."""
@@ -163,8 +185,8 @@ class ReplicaKeeper:
             slot.lost.set()
         await asyncio.gather(*(self._end(replica) for replica in replicas))
 
-    async def _replace(self, slot: Slot, replica: Replica) -> None:
-        await self._end(replica)
+    async def _replace(self, slot: Slot, ending: "asyncio.Task[None]") -> None:
+        await asyncio.shield(ending)
         for attempt in range(1, self._config.max_failed_starts + 1):
             try:
                 await self._fill(slot)
@@ -180,8 +202,24 @@ class ReplicaKeeper:
         await self.notify()
 
     async def _fill(self, slot: Slot) -> None:
+        """Have a replica in this slot, as soon as one may be started."""
+        is_there = False
+        while not is_there:
+            await self._may_start.wait()
+            starting = asyncio.create_task(self._start_in(slot))
+            self._starting.add(starting)
+            try:
+                await asyncio.wait({starting})
+            finally:  # a `close` meanwhile ends it too
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                self._starting.discard(starting)
+            is_there = not starting.cancelled()  # by `pause`
+        starting.result()
+        await self.notify()
+
+    async def _start_in(self, slot: Slot) -> None:
         """Start a replica, prepare it, and only then let it serve."""
-        await self.may_start.wait()
         limit = self._config.start_timeout_s
         try:
             async with asyncio.timeout(limit):
@@ -200,7 +238,6 @@ class ReplicaKeeper:
         except BaseException:
             await self._end(replica)
             raise
-        await self.notify()
 
     async def _end(self, replica: Replica) -> None:
         """Close one that may be half dead, in limited time and whatever it raises."""

@@ -260,8 +260,8 @@ class ReplicaSet:
     async def sleep(self) -> list[MemoryChange]:
         """Give the devices to somebody else until `wake`; weights wait in the host's memory.
 
-        Requests that run go on after `wake`, new ones wait for it. A replica that dies meanwhile is
-        replaced after it.
+        Requests that run go on after `wake`, new ones wait for it. A replica that is being started
+        is ended, and one that dies has ended when this returns; both are started after `wake`.
 
         Returns:
             For each replica the memory in use on its devices before and after.
@@ -275,17 +275,18 @@ class ReplicaSet:
             self._keeper.check_open()
             self._check_awake("sleep")
             self._asleep = True
-            self._keeper.may_start.clear()
+            await self._keeper.pause()
             changes: list[MemoryChange] = []
 
             async def sleep(replica: Replica) -> None:
                 changes.append(await replica.sleep(keep_weights=True))
 
             try:
-                await self._keeper.everywhere(sleep, lost_on=(WeightUpdateError,))
+                await self._keeper.everywhere(sleep)
             except BaseException:
                 await self._woken()
                 raise
+            await self._keeper.until_ended()
             return changes
 
     async def wake(self) -> list[MemoryChange]:
@@ -313,8 +314,7 @@ class ReplicaSet:
 
     async def _woken(self) -> None:
         self._asleep = False
-        self._keeper.may_start.set()
-        await self._keeper.notify()
+        await self._keeper.go_on()
 
     def _check_awake(self, method: str) -> None:
         if self._asleep:

@@ -31,7 +31,10 @@ class SamplerAsleepError(RolloutError):
 
 @attrs.frozen(kw_only=True)
 class MemoryChange:
-    """Memory of the engine's devices, all processes on them counted, before and after."""
+    """Memory of the engine's devices, all processes on them counted, before and after.
+
+    With data parallelism that of the first engine's devices: vLLM asks it alone.
+    """
 
     used_before: int
     """Bytes, summed over the engine's devices."""

@@ -3,7 +3,7 @@
 The only module of the caller's process that imports vLLM; it is imported when a sampler starts.
 """
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Self, final
 
@@ -65,6 +65,23 @@ def _translated_request() -> Iterator[None]:
     except _REQUEST_ERRORS as error:
         cause = error.__cause__ or error
         raise GenerationError(f"vLLM failed on a request: {cause}") from error
+
+
+async def _whole(change: Awaitable[object], what: str) -> None:
+    """Let the engine change; one that stops half-way is of no use any more.
+
+    Raises:
+        WeightUpdateError: if it broke off.
+        SamplerDiedError: if the engine's process died.
+    """
+    with _translated():
+        try:
+            await change
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            # the border of the engine's process, as for updates
+            raise WeightUpdateError(f"{what} broke off in the engine: {error}") from error
 
 
 @final
@@ -283,14 +300,14 @@ class VllmEngine:
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Give up the memory of weights and caches. Only while requests are held."""
-        with _translated():
-            # level 1 keeps the weights on the host, level 2 gives them up
-            await self._engine.sleep(level=1 if keep_weights else 2, mode="keep")
+        # level 1 keeps the weights on the host, level 2 gives them up
+        await _whole(
+            self._engine.sleep(level=1 if keep_weights else 2, mode="keep"), "falling asleep"
+        )
 
     async def wake(self, parts: Sequence[Part]) -> None:
         """Take the memory of these parts back; once all are awake, requests go on."""
-        with _translated():
-            await self._engine.wake_up(list(parts))
+        await _whole(self._engine.wake_up(list(parts)), f"waking {', '.join(parts)}")
 
     async def used_memory(self) -> int:
         """Bytes in use on the engine's devices together, by whomever."""

@@ -1,7 +1,8 @@
 """New weights, and sleep, for a sampler that runs: checked, one at a time, and all or nothing."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import final
 
 from rl_contracts.rollout import PolicyVersion
@@ -75,7 +76,7 @@ class WeightUpdates:
         async with self._one_at_a_time:
             self._lifetime.check_open()
             self.sleep_state.check_sleep()
-            with self._lifetime.ends_with_engine():
+            async with self._ends_if_broken():
                 before = await self._engine.used_memory()
                 await self._hold(in_flight, "sleep")
                 await self._engine.sleep(keep_weights=keep_weights)
@@ -88,12 +89,21 @@ class WeightUpdates:
         async with self._one_at_a_time:
             self._lifetime.check_open()
             self.sleep_state.check_wake(parts)
-            with self._lifetime.ends_with_engine():
+            async with self._ends_if_broken():
                 before = await self._engine.used_memory()
                 await self._engine.wake(parts)
                 self.sleep_state.woke(parts)
                 after = await self._engine.used_memory()
             return MemoryChange(used_before=before, used_after=after)
+
+    @contextlib.asynccontextmanager
+    async def _ends_if_broken(self) -> AsyncIterator[None]:
+        """Close the sampler if its engine dies meanwhile, or stops half-way."""
+        try:
+            yield
+        except SamplerClosedError as error:
+            await self._lifetime.end(error)
+            raise
 
     async def _update(self, published: Publication, in_flight: InFlight) -> None:
         # a sampler whose caches sleep holds its requests already, and until they are awake
