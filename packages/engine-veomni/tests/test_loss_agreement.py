@@ -1,14 +1,16 @@
 """A loss function that raises."""
 
 from collections.abc import Iterator
+from dataclasses import fields, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine_veomni.loss_agreement import AgreedLoss
+from engine_veomni.loss_agreement import AgreedLoss, for_loss
 from parallel_state.process_group import init_process_group
+from rl_contracts.packed_images import PackedImages
 from rl_contracts.rollout import PolicyVersion
 from rl_contracts.train import LossOutput, PackedBatch
 
@@ -31,6 +33,24 @@ def one_rank() -> Iterator[None]:
     init_process_group()
     yield
     dist.destroy_process_group()
+
+
+def test_a_loss_gets_no_inputs_of_the_model_alone() -> None:
+    """Patches and routes are large; all else is the same tensor, in another batch too."""
+    images = PackedImages(
+        patches=torch.zeros(4, 6),
+        grids=torch.tensor([[1, 2, 2]]),
+        image_of_place=torch.tensor([0]),
+        first_tokens=torch.tensor([0]),
+        num_tokens=torch.tensor([1]),
+    )
+    routes = torch.zeros(3, 1, 2, dtype=torch.int16)
+    plain = batch("a")
+    found = for_loss(replace(plain, images=images, routed_experts=routes))
+    assert found.images is None
+    assert found.routed_experts is None
+    for each in fields(plain):
+        assert getattr(found, each.name) is getattr(plain, each.name), each.name
 
 
 @pytest.mark.usefixtures("one_rank")

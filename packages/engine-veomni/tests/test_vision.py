@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from transformers import Qwen3VLConfig, Qwen3VLMoeConfig, Qwen3VLMoeForCondition
 from engine_veomni import OptimConfig, VeomniConfig
 from engine_veomni.build import check_model_config
 from engine_veomni.devices import check_vision_settings
-from engine_veomni.vision import VisionShape, rope_positions, vision_shape
+from engine_veomni.vision import Vision, VisionShape, rope_positions, vision_shape
 from parallel_state import ExtraParallelSizes, ParallelState
 from rl_contracts import PolicyVersion, Trajectory
+from rl_contracts.batch_checks import inspect_batches
 from rl_contracts.images import ImagePatches
 from rl_contracts.packing import pack
 from rl_contracts.train import PackedBatch
@@ -109,6 +111,36 @@ def test_what_a_model_wants_of_an_image() -> None:
     dense = {name: value for name, value in TEXT_ARGS.items() if name not in EXPERT_NAMES}
     assert vision_shape(Qwen3VLConfig(text_config=dense, vision_config=VISION_ARGS, **IDS))
     assert vision_shape(moe_config().text_config) is None
+
+
+def problem_of(batch: PackedBatch) -> str:
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"visual": torch.nn.Identity()})})
+    shape = VisionShape(image_token_id=IMAGE, merge_size=MERGE, patch_values=96)
+    vision = Vision(model, shape, device=torch.device("cpu"))
+    return inspect_batches([batch], vocab_size=61, check_images=vision.problem_of).problem
+
+
+def test_images_that_were_lost_are_refused() -> None:
+    """Placeholders in a prompt without their image, whether or not others have theirs."""
+    one, none, two, _ = ROWS
+    assert problem_of(packed_rows(ROWS)) == ""
+    assert problem_of(packed_rows([none])) == ""  # its policy drew a placeholder
+    for rows, found in (
+        ([none, replace(one, images=())], "got 4 without one, the first at token 7; give"),
+        ([one, replace(two, images=two.images[1:])], "got 3 without one, the first at token 12;"),
+    ):
+        problem = problem_of(packed_rows(rows))
+        assert f"expected an image at every placeholder {IMAGE} of a prompt, {found}" in problem
+
+
+def test_nobody_knows_where_the_prompt_of_a_masked_row_ends() -> None:
+    """What its policy drew may be the placeholder; the row is not trained."""
+    one, none, *_ = ROWS
+    masked = replace(one, images=(), loss_mask=(False,) * len(one.loss_mask))
+    assert problem_of(packed_rows([masked, none])) == ""
+    assert "got 4 without one" in problem_of(
+        packed_rows([masked, replace(one, trajectory_id="other", images=())])
+    )
 
 
 def test_positions_are_those_of_transformers() -> None:

@@ -1,8 +1,11 @@
 """Memory that is given away and taken back, and who is refused meanwhile."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
+from parallel_state import parking
 from parallel_state.parking import (
     Parked,
     held_by,
@@ -27,6 +30,40 @@ def test_memory_goes_and_comes_back_under_the_views_of_it() -> None:
     assert view.data_ptr() == flat.data_ptr()
     assert other.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert parked.nbytes == 0
+
+
+def test_copies_cross_the_borders_of_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes below, at and above a slab, in bytes of no alignment: the same bits come back."""
+    monkeypatch.setattr(parking, "_LARGEST_SLAB", 1024)
+    monkeypatch.setattr(parking, "_SMALLEST_SLAB", 512)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1, 255, 256, 257, 1023, 1024, 1025, 7, 5000, *range(300, 700, 37)]
+    tensors = [
+        torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in sizes
+    ]
+    wanted = [tensor.clone() for tensor in tensors]
+    rooms = parking._room_for(sizes, pinned=False)
+    assert [sum(piece.numel() for piece in pieces) for pieces in rooms] == sizes
+    assert max(len(pieces) for pieces in rooms) > 2
+    ranges = sorted(
+        (piece.data_ptr(), piece.data_ptr() + piece.numel()) for room in rooms for piece in room
+    )
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))  # none lies on another
+    parked = Parked(tensors)
+    assert parked.nbytes == sum(sizes)
+    assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
+    parked.restore()
+    assert all(map(torch.equal, tensors, wanted))
+    with pytest.raises(ValueError, match="zip"):
+        parked.restore()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2**20, 3 * 2**29 + 5, 2**30, 45_811_335_168])
+def test_slabs_are_powers_of_two_and_waste_little(num_bytes: int) -> None:
+    """What torch rounds a block of pinned memory up to; the last is 30B-A3B on 8 ranks."""
+    sizes = list(parking._slab_sizes(num_bytes))
+    assert all(size.bit_count() == 1 and size <= 2**30 for size in sizes)
+    assert 0 <= sum(sizes) - num_bytes < 2**20
 
 
 def test_tensors_without_memory_are_left_alone() -> None:

@@ -14,7 +14,7 @@ from rl_contracts.batch_checks import inspect_batches
 from rl_contracts.images import ImagePatches, PromptImage, check_places
 from rl_contracts.packed_images import PackedImages
 from rl_contracts.packing import pack, unpack
-from rl_contracts.train import PackedBatch
+from rl_contracts.train import PackedBatch, TokenBatch
 
 V0 = PolicyVersion(0)
 IMAGE = 9
@@ -205,6 +205,49 @@ def test_packed_shapes_are_checked() -> None:
     assert isinstance(moved, PackedImages)
     assert moved.patches.is_meta
     assert moved.num_tokens.is_meta
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "wanted"),
+    [
+        ("patches", torch.uint8, "float32"),
+        ("patches", torch.bfloat16, "float32"),
+        ("grids", torch.int32, "int64"),
+        ("image_of_place", torch.bool, "int64"),
+        ("first_tokens", torch.float32, "int64"),
+        ("num_tokens", torch.int32, "int64"),
+    ],
+)
+def test_packed_types_are_checked(name: str, dtype: torch.dtype, wanted: str) -> None:
+    """Where they are made, and not on one rank while the others wait for it."""
+    images = packed().images
+    assert images is not None
+    changes: Any = {name: getattr(images, name).to(dtype)}
+    with pytest.raises(ValueError, match=rf"expected {name} of type torch\.{wanted}, got {dtype}"):
+        replace(images, **changes)
+
+
+def test_packed_places_lie_along_one_axis() -> None:
+    """A single number is no list of places."""
+    images = packed().images
+    assert images is not None
+    with pytest.raises(ValueError, match=r"first_tokens of shape \(places,\), got \(\)"):
+        replace(images, first_tokens=torch.tensor(1))
+
+
+def test_an_engine_is_asked_about_text_too() -> None:
+    """It may look for images that were lost on the way."""
+    [[text]] = pack([row("a", [5, IMAGE])], [0.0], max_tokens=8)
+    asked: list[PackedImages | None] = []
+
+    def check(_: TokenBatch, images: PackedImages | None) -> str:
+        asked.append(images)
+        return "lost"
+
+    problem = inspect_batches([text], vocab_size=10, check_images=check).problem
+    assert asked == [None]
+    assert problem == "micro-batch 0 (trajectories a): lost"
+    assert inspect_batches([text], vocab_size=10).problem == ""
 
 
 def test_images_of_two_models_are_refused() -> None:

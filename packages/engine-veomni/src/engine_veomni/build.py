@@ -278,6 +278,25 @@ def build_model(
     return sharded.train(), kernels
 
 
+def build_optimizers(
+    model: torch.nn.Module, config: VeomniConfig
+) -> tuple[torch.optim.Optimizer, ...]:
+    """VeOmni's AdamW: one for the experts' mesh and one for the rest, or one for all."""
+    from veomni.optim import build_optimizer  # noqa: PLC0415 - loaded only when used
+
+    built = build_optimizer(
+        model,
+        lr=config.optim.learning_rate,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+        optimizer_type="adamw",
+        fused=True,
+    )
+    parts = getattr(built, "optimizers_dict", None)
+    return (built,) if parts is None else tuple(parts.values())
+
+
 def _prepare_tower(model: torch.nn.Module, config: VeomniConfig) -> None:
     """The vision tower attends within each image, both ways, and trains or does not."""
     tower = model.get_submodule(TOWER)

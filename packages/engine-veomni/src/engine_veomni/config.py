@@ -29,7 +29,8 @@ class VeomniConfig:
     """Tells it from other engines' in a configuration that leaves the choice."""
 
     model_path: str
-    """Hugging Face folder: config.json and safetensors with one tensor per expert."""
+    """Hugging Face folder: config.json and safetensors, as published: one tensor per expert and
+    projection, or for Qwen3-VL-MoE the stacks of a layer's experts."""
 
     optim: OptimConfig
     """The optimizer."""

@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from engine_veomni import checkpoint
-from engine_veomni.build import ExpertSharding
+from engine_veomni.build import ExpertSharding, build_optimizers
 from engine_veomni.config import VeomniConfig
 from engine_veomni.export import export_weights
 from engine_veomni.hf_layout import stacked_parameters
-from engine_veomni.loss_agreement import AgreedLoss
+from engine_veomni.loss_agreement import AgreedLoss, for_loss
 from engine_veomni.quiet import quiet
 from engine_veomni.routing import Purpose, Router, RouterStatistics
 from engine_veomni.sampler_routes import RouterShape
@@ -63,7 +63,7 @@ class VeomniEngine:
         with quiet(logging.INFO), self._policy.state.entered():
             # both before any forward pass: they read the mesh of each parameter
             self._parts = _parts(self._policy.model, self._policy.state)
-            self._optimizers = _build_optimizers(self._policy.model, config)
+            self._optimizers = build_optimizers(self._policy.model, config)
         self._config = config
         self._device = device
         self._router = _router(config, self._policy.routers, device)
@@ -124,6 +124,7 @@ class VeomniEngine:
     ) -> dict[str, float]:
         """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
 
+        A `PackedBatch` comes to `loss_fn` without its `images` and `routed_experts`.
         With ``config.router_aux_loss_coef`` the balancing loss of all these micro-batches is added
         for the gradient, and reported beside the loss as ``loss/router_aux/mean``.
 
@@ -149,7 +150,7 @@ class VeomniEngine:
             for batch in micro_batches:
                 with self._entered(batch, purpose="train"):
                     policy_logprobs = self._policy.logprobs(batch)
-                    loss = agreed(policy_logprobs, batch.to(self._device))
+                    loss = agreed(policy_logprobs, for_loss(batch).to(self._device))
                     if coefficient and self._router is not None:
                         loss = loss + coefficient * self._router.balancing_share()
                     # FSDP divides by the number of ranks, and the contract wants a sum
@@ -213,7 +214,7 @@ class VeomniEngine:
         return StepResult(policy_version=self._policy_version, grad_norm=grad_norm)
 
     def export_weights(self) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, one tensor per expert, in `export_dtype`.
+        """All weights as the folder names and lays them out, in `export_dtype`.
 
         Every yielded tensor is the caller's own: nobody writes to it. The experts of a layer are
         views of one stack, whose memory is free when none of them is held; clone one that is to be
@@ -382,22 +383,3 @@ def _parts(model: torch.nn.Module, state: VeomniState) -> tuple[ShardedParameter
         return (dense,)
     experts = [each for name, each in named if name in stacks]
     return (dense, ShardedParameters(parameters=experts, groups=(state.ep_group,)))
-
-
-def _build_optimizers(
-    model: torch.nn.Module, config: VeomniConfig
-) -> tuple[torch.optim.Optimizer, ...]:
-    """VeOmni's AdamW: one for the experts' mesh and one for the rest, or one for all."""
-    from veomni.optim import build_optimizer  # noqa: PLC0415 - loaded only when used
-
-    built = build_optimizer(
-        model,
-        lr=config.optim.learning_rate,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
-        optimizer_type="adamw",
-        fused=True,
-    )
-    parts = getattr(built, "optimizers_dict", None)
-    return (built,) if parts is None else tuple(parts.values())

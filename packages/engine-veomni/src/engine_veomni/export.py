@@ -27,7 +27,7 @@ def export_weights(
     experts of a stack share its memory, which is freed with the last of them: a copy of each would
     be as many small kernels, whose launches take longer than the stack's way between ranks. Beside
     what the caller holds, `max_bytes` of chunks and one whole tensor are in memory, at most a stack
-    of one layer's experts.
+    of one layer's experts; where the folder holds swapped stacks, an eighth of it besides.
     """
     with state.entered():
         stacks = set(stacked_parameters(model))

@@ -19,6 +19,9 @@ from rl_contracts.train import NamedTensor
 _SWAPPED_TYPES: Final = ("qwen3_vl_moe",)
 """`model_type` of the configurations whose folders hold stacks."""
 
+_PIECES: Final = 8
+"""In which a stack is swapped; a piece is copied at a time."""
+
 
 def holds_stacks(model: torch.nn.Module) -> bool:
     """Whether the folder of this model of VeOmni's holds stacks, with their last axes swapped."""
@@ -29,8 +32,20 @@ def holds_stacks(model: torch.nn.Module) -> bool:
 def in_folder(
     name: str, stack: Float[Tensor, "experts out in"], *, stacked: bool
 ) -> Iterator[NamedTensor]:
-    """A parameter of experts as its folder holds it: one contiguous copy, or many views."""
+    """A parameter of experts as its folder holds it: in the memory of `stack`, which it may change.
+
+    Args:
+        name: of the parameter.
+        stack: contiguous, and nobody else's.
+        stacked: see `holds_stacks`; a few experts at a time are swapped in place, since a copy
+            would take the memory of a second stack.
+    """
     if stacked:
-        yield NamedTensor(name, stack.transpose(1, 2).contiguous())
+        num_experts, out, inner = stack.shape
+        swapped = stack.view(num_experts, inner, out)
+        at_once = max(1, num_experts // _PIECES)
+        for whole, target in zip(stack.split(at_once), swapped.split(at_once), strict=True):
+            target.copy_(whole.transpose(1, 2).contiguous())
+        yield NamedTensor(name, swapped)
     else:
         yield from view_stack(name, stack)

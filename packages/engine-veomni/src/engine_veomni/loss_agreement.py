@@ -4,6 +4,7 @@ Its rank goes on with a loss of zero, so that it takes part in every collective 
 passes, and tells the others at the end; that costs no collective of its own.
 """
 
+from dataclasses import replace
 from typing import Generic, final
 
 from jaxtyping import Float
@@ -13,7 +14,17 @@ from rl_contracts.all_ranks import from_all_ranks
 from rl_contracts.batch_checks import name_of
 from rl_contracts.loss_tally import LossTally, total_of
 from rl_contracts.rollout import PolicyVersion
-from rl_contracts.train import BatchT, LossFn
+from rl_contracts.train import BatchT, LossFn, PackedBatch
+
+
+def for_loss(batch: BatchT) -> BatchT:
+    """A micro-batch without what only the model reads, which is large.
+
+    On the device it would be there twice, and through the backward pass.
+    """
+    if isinstance(batch, PackedBatch):
+        return replace(batch, images=None, routed_experts=None)
+    return batch
 
 
 @final

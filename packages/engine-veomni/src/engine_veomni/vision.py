@@ -60,8 +60,12 @@ class Vision:
         self._rows: Tensor | None = None
         model.get_submodule(TOWER).register_forward_hook(self._lay_out)
 
-    def problem_of(self, batch: TokenBatch, images: PackedImages) -> str:
-        """What this model cannot do with the well-formed images of a micro-batch, or nothing."""
+    def problem_of(self, batch: TokenBatch, images: PackedImages | None) -> str:
+        """What this model cannot do with a micro-batch and its well-formed images, or nothing."""
+        found = "" if images is None else self._problem_of_images(batch, images)
+        return found or self._problem_of_lost(batch, images)
+
+    def _problem_of_images(self, batch: TokenBatch, images: PackedImages) -> str:
         shape = self._shape
         if images.patches.shape[1] != shape.patch_values:
             return (
@@ -91,6 +95,30 @@ class Vision:
         if bool(batch.loss_mask.cpu()[places].any()):
             return "loss_mask is True on a placeholder of an image, which no policy has drawn"
         return ""
+
+    def _problem_of_lost(self, batch: TokenBatch, images: PackedImages | None) -> str:
+        """A placeholder in a prompt whose image did not come along would be trained as a word.
+
+        The prompt of a row ends at the first True of its loss mask: behind it the policy may have
+        drawn the id. Of a row without a True nobody knows where it ends, and nothing is trained.
+        """
+        mask, starts = batch.loss_mask.cpu(), batch.cu_seqlens.cpu().long()
+        lengths = starts.diff()
+        drawn = mask.long().cumsum(0)
+        before = drawn[starts[:-1]]  # the mask is False on the first token of a row
+        trained = (drawn[starts[1:] - 1] > before).repeat_interleave(lengths)
+        in_prompt = drawn == before.repeat_interleave(lengths)
+        lost = (batch.token_ids.cpu() == self._shape.image_token_id) & in_prompt & trained
+        if images is not None:
+            lost[_placeholders(images)] = False
+        if not bool(lost.any()):
+            return ""
+        places = lost.nonzero().flatten().tolist()
+        return (
+            f"expected an image at every placeholder {self._shape.image_token_id} of a prompt, got "
+            f"{len(places)} without one, the first at token {places[0]}; give the images of the "
+            "prompt to its Trajectory"
+        )
 
     def inputs(self, batch: TokenBatch) -> dict[str, object]:
         """Further arguments of the model's forward pass: what it sees, and where each token is.

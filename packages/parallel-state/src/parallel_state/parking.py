@@ -4,17 +4,27 @@ Tensors stay the objects that they are: only the memory behind them goes and com
 whoever holds a view of it (FSDP2's flat shards, an optimizer's moments) need not be told.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+_LARGEST_SLAB: Final = 2**30
+_SMALLEST_SLAB: Final = 2**20
+_ALIGNMENT: Final = 256
+"""Bytes; the copy of every storage begins at a multiple of it."""
+
 
 @final
 class Parked:
-    """Copies in host memory of what some tensors held, whose own memory is free meanwhile."""
+    """Copies in host memory of what some tensors held, whose own memory is free meanwhile.
+
+    Torch rounds every block of pinned memory up to a power of two (2.13, CachingHostAllocator.h).
+    So the copies lie one after the other in slabs of such sizes, and where one does not fit into
+    the rest of a slab it goes on in the next.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Copy and free; tensors that share memory are copied once.
@@ -30,21 +40,28 @@ class Parked:
             if storage.nbytes()
         }
         self._storages = tuple(storages.values())
-        self._copies = tuple(_host_copy(storage) for storage in self._storages)
+        self._copies = _room_for(
+            [storage.nbytes() for storage in self._storages],
+            pinned=any(storage.device.type != "cpu" for storage in self._storages),
+        )
+        for storage, pieces in zip(self._storages, self._copies, strict=True):
+            for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
+                piece.copy_(part, non_blocking=True)
         self._synchronize()  # the copies are whole before their source goes
         for storage in self._storages:
             storage.resize_(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(copy.nbytes for copy in self._copies)
+        """Bytes of the copies in host memory."""
+        return sum(map(_size_of, self._copies))
 
     def restore(self) -> None:
         """Take the memory back and fill it. Once."""
-        for storage, copy in zip(self._storages, self._copies, strict=True):
-            storage.resize_(copy.nbytes)
-            _bytes_of(storage).copy_(copy, non_blocking=True)
+        for storage, pieces in zip(self._storages, self._copies, strict=True):
+            storage.resize_(_size_of(pieces))
+            for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
+                part.copy_(piece, non_blocking=True)
         self._synchronize()  # the copies may go when this returns
         self._copies = ()
 
@@ -127,10 +144,43 @@ def _local(tensor: Tensor) -> Tensor:
     return detached
 
 
-def _host_copy(storage: torch.UntypedStorage) -> Tensor:
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
-    return copy.copy_(_bytes_of(storage), non_blocking=True)
+def _slab_sizes(num_bytes: int) -> Iterator[int]:
+    """Powers of two that add up to `num_bytes`, but for less than the smallest slab."""
+    while num_bytes > 0:
+        size = min(_LARGEST_SLAB, max(_SMALLEST_SLAB, 2 ** (num_bytes.bit_length() - 1)))
+        yield size
+        num_bytes -= size
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _room_for(sizes: Sequence[int], *, pinned: bool) -> tuple[tuple[Tensor, ...], ...]:
+    """Pieces of host memory, one after the other, that have these sizes in bytes together."""
+    slabs = [
+        torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        for size in _slab_sizes(sum(map(_aligned, sizes)))
+    ]
+    rest = torch.empty(0, dtype=torch.uint8)
+    rooms = []
+    for size in sizes:
+        pieces: list[Tensor] = []
+        while (missing := size - _size_of(pieces)) > 0:
+            if not rest.numel():
+                rest = slabs.pop(0)
+            pieces.append(rest[:missing])
+            rest = rest[_aligned(pieces[-1].numel()) :]
+        rooms.append(tuple(pieces))
+    return tuple(rooms)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _size_of(pieces: Sequence[Tensor]) -> int:
+    return sum(piece.numel() for piece in pieces)
+
+
+def _parts_of(storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of a storage, as bytes, as long as the pieces of its copy."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    parts: Sequence[Tensor] = whole.split([piece.numel() for piece in pieces])
+    return parts

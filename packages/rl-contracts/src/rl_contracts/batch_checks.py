@@ -28,13 +28,16 @@ class BatchReport:
     """The first malformed one, and what is wrong with it; empty if all are as they should be."""
 
 
-ImageCheck = Callable[[TokenBatch, PackedImages], str]
-"""What an engine finds wrong with the well-formed images of a micro-batch, or nothing."""
+ImageCheck = Callable[[TokenBatch, PackedImages | None], str]
+"""What an engine finds wrong with the well-formed images of a micro-batch, or with there being
+none, or nothing."""
 
 
-def takes_no_images(batch: TokenBatch, images: PackedImages) -> str:
+def takes_no_images(batch: TokenBatch, images: PackedImages | None) -> str:
     """The `ImageCheck` of an engine whose model does not see."""
     del batch
+    if images is None:
+        return ""
     return (
         f"it shows {images.grids.shape[0]} images, which this engine would not look at; train a "
         "vision-language model with engine-veomni"
@@ -114,7 +117,7 @@ def inspect_batches(
         images = images_of(batch)
         if not found and images is not None:
             found = problem_of_images(images, batch.cu_seqlens)
-            found = found or check_images(batch, images)
+        found = found or check_images(batch, images)
         if found:
             problem = f"{name_of(index, batch)}: {found}"
             break

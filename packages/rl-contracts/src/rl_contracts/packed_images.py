@@ -33,9 +33,10 @@ class PackedImages:
     """int64: placeholders of each place, one after the other."""
 
     def __post_init__(self) -> None:
-        """Check shapes once, where data is made. Reads no tensor value, so never synchronises."""
-        num_places = self.first_tokens.shape[0]
+        """Check shapes and types where data is made. Reads no tensor value: never synchronises."""
+        num_places = self.first_tokens.numel()
         for name, shape, fits in (
+            ("first_tokens", "(places,)", self.first_tokens.ndim == 1),
             ("patches", "(patches, values)", self.patches.ndim == 2),  # noqa: PLR2004 - axes
             ("grids", "(images, 3)", self.grids.ndim == 2 and self.grids.shape[1] == 3),  # noqa: PLR2004 - axes
             ("image_of_place", f"({num_places},)", self.image_of_place.shape == (num_places,)),
@@ -44,6 +45,11 @@ class PackedImages:
             if not fits:
                 found = tuple(getattr(self, name).shape)
                 message = f"PackedImages: expected {name} of shape {shape}, got {found}"
+                raise ValueError(message)
+            wanted = torch.float32 if name == "patches" else torch.int64
+            dtype = getattr(self, name).dtype
+            if dtype != wanted:
+                message = f"PackedImages: expected {name} of type {wanted}, got {dtype}"
                 raise ValueError(message)
 
     def to(self, device: torch.device) -> "PackedImages":
