@@ -25,7 +25,14 @@ from prompts import check_images, image_encoder, text_encoder
 from rich.console import Console
 from run_folder import RunFolder
 from samplers import Samplers, SamplersInTurn, start_samplers
-from trainer import MakeEngine, MakeReference, Trainer, TrainerRank, start_trainer
+from trainer import (
+    READY_TIMEOUT_S,
+    MakeEngine,
+    MakeReference,
+    Trainer,
+    TrainerRank,
+    start_trainer,
+)
 from turns import Side, Turns
 
 from async_policy import (
@@ -60,9 +67,6 @@ from rl_tasks import EncodedProblem, Problem, Reward
 from rollout_vllm import VllmConfig
 from rollout_vllm.replicas import ReplicaSet
 from rollout_vllm.sampler_host import SamplerHost
-
-READY_TIMEOUT_S = 1800.0
-"""How long an actor may take to be ready: a large model that comes from a slow disk fits in."""
 
 NUM_SHOWN = 6
 """Answers shown before and after."""
@@ -464,7 +468,8 @@ class Conductor:
 
             def evaluates_beside(step: int) -> bool:
                 # a checkpoint goes with the metrics of its step
-                return self.loop.max_staleness > 0 and not is_kept(step)
+                # where devices are shared there is no beside
+                return turns is None and self.loop.max_staleness > 0 and not is_kept(step)
 
             stop.prepare(display.say)
             if done == 0:

@@ -11,9 +11,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from async_policy import Actor, Cluster, GroupLostError, WorkerPool
+from async_policy import Actor, Cluster, GroupLostError, PoolLimits, WorkerPool
 from rl_contracts import FinishReason
 from rl_tasks import Problem, Reward, RewardResult, grade
+
+PROBLEMS_AT_A_TIME = 16
+"""Of one grader, in threads."""
+
+MAX_RESTARTS = 100
+"""How often one grader is replaced in a whole run."""
 
 MAX_ATTEMPTS = 3
 """How often the answers to one problem are graded, at most, when the grader dies each time."""
@@ -60,17 +66,19 @@ class Grader:
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         self._rewards = rewards
 
-    def grade(self, answers: Answers) -> list[RewardResult]:
-        """Reward each answer."""
-        return grade_answers(self._rewards, answers)
+    async def grade(self, answers: Answers) -> list[RewardResult]:
+        """Reward each answer, in a thread: some rewards wait for others."""
+        return await asyncio.to_thread(grade_answers, self._rewards, answers)
 
 
 @final
 class Graders:
     """Several graders as one. Made by `graders`."""
 
-    def __init__(self, pool: WorkerPool[Grader]) -> None:
+    def __init__(self, pool: WorkerPool[Grader], *, count: int) -> None:
         self._pool = pool
+        # what waits, waits here: a grader's time limit is for what it has in hand
+        self._in_hand = asyncio.Semaphore(count * PROBLEMS_AT_A_TIME)
         self.losses: list[str] = []
         """What had to be graded again, and why, oldest first."""
 
@@ -84,10 +92,11 @@ class Graders:
         """
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                return await self._pool.call(
-                    lambda actor: actor.call(Grader.grade, answers),
-                    what=f"grading of {answers.problem.problem_id}",
-                )
+                async with self._in_hand:
+                    return await self._pool.call(
+                        lambda actor: actor.call(Grader.grade, answers),
+                        what=f"grading of {answers.problem.problem_id}",
+                    )
             except GroupLostError as error:
                 if attempt == MAX_ATTEMPTS:
                     raise
@@ -104,6 +113,6 @@ async def graders(
     def start(name: str) -> Actor[Grader]:
         return cluster.actor(name).start(Grader, rewards)
 
-    async with WorkerPool(start) as pool:
+    async with WorkerPool(start, limits=PoolLimits(max_restarts=MAX_RESTARTS)) as pool:
         await pool.join(*(f"grader {number}" for number in range(count)))
-        yield Graders(pool)
+        yield Graders(pool, count=count)

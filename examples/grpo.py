@@ -12,7 +12,7 @@ import hashlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import attrs
 import torch
@@ -50,6 +50,7 @@ from async_policy import (
     Scheduler,
     SchedulerConfig,
     Ticket,
+    Timeouts,
 )
 from rl_contracts import Completion, PolicyVersion, SamplingParams, Trajectory
 from rl_contracts.images import ImagePatches
@@ -65,6 +66,10 @@ from rl_tasks import (
     decode_completion,
 )
 from rollout_vllm import Dtype
+
+TIMEOUTS = Timeouts(batch_s=7200.0, publish_s=7200.0)
+"""How long the loop waits for a batch, and for samplers to take new weights. Both include the start
+of a sampler in the place of one that died, and a turn of the other side on shared devices."""
 
 
 @attrs.frozen(kw_only=True)
@@ -127,8 +132,8 @@ class LoopConfig:
 
     evaluate_every: int = attrs.field(default=8, validator=attrs.validators.ge(1))
     """Optimizer steps between evaluations on the held-out problems; also before and after. With
-    `max_staleness` above 0 training goes on beside one, until the sampler needs newer weights or a
-    checkpoint is written."""
+    `max_staleness` above 0 the next step is trained beside one, unless a checkpoint is written or
+    trainer and sampler take turns on the same devices."""
 
     evaluation_samples: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     """Completions per held-out problem in an evaluation."""
@@ -304,7 +309,7 @@ async def sample_group(
 
     results = await task.grade(
         Answers(
-            problem=problem.problem,
+            problem=replace(problem.problem, images=()),  # no reward looks at them
             texts=tuple(texts),
             finish_reasons=tuple(completion.finish_reason for completion in completions),
         )
@@ -420,6 +425,7 @@ class Run:
             sample=sample,
             oldest_version=oldest_version,
             publish=publish,
+            timeouts=TIMEOUTS,
             keep=None if self.config.dynamic_sampling is None else has_signal,
         )
 

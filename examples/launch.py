@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import attrs
-from conduct import Job, RunSettings, conduct, prepare, scheduler_of, shared_memory
+from conduct import Job, RunSettings, conduct, prepare, scheduler_of
 from grpo import LoopConfig, Task
 from identity import identity
+from missing import what_is_missing
 from placement import Placement, place
 from rich.console import Console
 from run_folder import RunFolder
@@ -144,24 +144,6 @@ def print_comments(title: str, lines: Sequence[str]) -> None:
     for line in (title, *lines):
         print(f"# {line}".rstrip())
     print()
-
-
-def what_is_missing(job: Job) -> list[str]:
-    """Files and room that the job needs and this machine lacks, a sentence each."""
-    missing = [
-        f"expected the file {path}, and there is none" for path in job.needs if not path.is_file()
-    ]
-    # Two versions of the weights: one is taken while the next is written.
-    weights = Path(job.sampler.model).glob("*.safetensors")
-    needed = 2 * sum(path.stat().st_size for path in weights)
-    free = shutil.disk_usage(shared_memory()).free
-    if needed > free:
-        missing.append(
-            f"weights pass from the trainer to the samplers through {shared_memory()}, where "
-            f"{free / 2**30:.1f} GiB are free and two versions of {job.sampler.model} take about "
-            f"{needed / 2**30:.1f}; enlarge it (docker: --shm-size)"
-        )
-    return missing
 
 
 def placement_of(job: Job, machine: Report) -> Placement:
@@ -292,8 +274,8 @@ def conduct_again(
                 placement=placement,
                 console=console,
             )
-        except ActorLostError as error:
-            if restarts == plan.run.max_restarts:
+        except AsyncPolicyError as error:
+            if restarts == plan.run.max_restarts or not is_of_lost_process(error):
                 raise
             restarts += 1
             latest = folder.store.latest()
@@ -304,6 +286,13 @@ def conduct_again(
                 markup=False,
                 soft_wrap=True,
             )
+
+
+def is_of_lost_process(error: BaseException | None) -> bool:
+    """Whether it is for a process that died: a loop's task may have met it first."""
+    while error is not None and not isinstance(error, ActorLostError):
+        error = error.__cause__
+    return error is not None
 
 
 def parse(

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, cast, final
 
 from placement import Placement
-from trainer import CALL_TIMEOUT_S
+from trainer import CALL_TIMEOUT_S, READY_TIMEOUT_S
 from turns import Turns
 
 from async_policy import Actor, ActorMethodError, Cluster
@@ -16,6 +16,10 @@ from rollout_vllm.remote_replica import RemoteReplica
 from rollout_vllm.replica import ReplicaSetConfig, replica_config
 from rollout_vllm.replicas import ReplicaSet
 from rollout_vllm.sampler_host import SamplerHost
+
+MAX_CALLS = 100_000
+"""Requests that a sampler's process holds at a time: more than any step has, since a question after
+its health would wait behind them."""
 
 
 class Samplers(Sampler, Protocol):
@@ -105,13 +109,14 @@ async def start_samplers(
             name,
             environment=placement.environment(placement.samplers[number]),
             call_timeout_s=CALL_TIMEOUT_S,
+            max_calls=MAX_CALLS,
         ).start(SamplerHost, replica_config(config, number), policy_version=PolicyVersion(0))
         actors[number] = actor
         return await RemoteReplica.start(ActorRemote(actor), name=name)
 
     samplers = await ReplicaSet.start(
         start,
-        ReplicaSetConfig(num_replicas=count),
+        ReplicaSetConfig(num_replicas=count, start_timeout_s=READY_TIMEOUT_S),
         policy_version=PolicyVersion(0),
         dtype=config.dtype,
     )

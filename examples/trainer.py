@@ -57,6 +57,9 @@ CALL_TIMEOUT_S = 7200.0
 """How long a call may take: a step or a group of long completions of a large model, with a margin.
 A process that has died or hangs is found long before, by what its connection or its ping says."""
 
+READY_TIMEOUT_S = 1800.0
+"""How long an actor may take to be ready: a large model that comes from a slow disk fits in."""
+
 LAST_WORDS_S = 10.0
 """How long ranks have to say what happened to them, once one has failed."""
 
@@ -112,16 +115,11 @@ class TrainerRank:
         step = self._engine.optim_step()
         return TrainResult(step=step, metrics=metrics, seconds=time.monotonic() - begin)
 
-    def with_ref_logprobs(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
-        """The same micro-batches with the reference's logprobs of their tokens."""
+    def ref_logprobs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
+        """The reference's logprobs of their tokens, one tensor per micro-batch."""
         if self._reference is None:
             raise RuntimeError("expected a reference policy; give the job one: make_reference")
-        return [
-            dataclasses.replace(batch, ref_logprobs=logprobs.cpu())
-            for batch, logprobs in zip(
-                micro_batches, self._reference.logprobs(micro_batches), strict=True
-            )
-        ]
+        return [logprobs.cpu() for logprobs in self._reference.logprobs(micro_batches)]
 
     def publish(self, folder: Path, dtype: Dtype) -> PublishedWeights | None:
         """Put the weights where the sampler finds them; rank 0 writes, the others take part."""
@@ -234,10 +232,16 @@ class Trainer:
         """The same shares with the logprobs of the model that the run began with."""
         async with self._turn():
             scored = await together(
-                rank.call(TrainerRank.with_ref_logprobs, shares[index // self.ulysses_size])
+                rank.call(TrainerRank.ref_logprobs, shares[index // self.ulysses_size])
                 for index, rank in enumerate(self.ranks)
             )
-        return scored[:: self.ulysses_size]
+        return [
+            [
+                dataclasses.replace(batch, ref_logprobs=logprobs)
+                for batch, logprobs in zip(share, of_share, strict=True)
+            ]
+            for share, of_share in zip(shares, scored[:: self.ulysses_size], strict=True)
+        ]
 
     async def publish(self, dtype: Dtype) -> PublishedWeights:
         """Put the present weights where a sampler finds them."""

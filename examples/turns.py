@@ -46,8 +46,8 @@ class Turns:
         try:
             yield
         finally:
+            self._num_sampling -= 1
             async with self._changed:
-                self._num_sampling -= 1
                 self._changed.notify_all()
 
     @contextlib.asynccontextmanager
@@ -61,8 +61,8 @@ class Turns:
                     await self._give("trainer")
                 yield
         finally:
+            self._num_wanted -= 1
             async with self._changed:
-                self._num_wanted -= 1
                 self._changed.notify_all()
 
     def take_seconds(self) -> float:

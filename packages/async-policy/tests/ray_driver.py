@@ -161,6 +161,18 @@ async def report(cluster: Cluster) -> dict[str, JsonValue]:
     seen["wrong type"] = await error_of(actor, "wrong type")
     seen["impatient"] = await error_of(impatient, "wait")
 
+    for name, limit in (("narrow", 1), ("wide", None)):
+        asked = cluster.actor(name, num_cpus=0.0, max_calls=limit).start(Counter, 0)
+        await wait_ready([asked], timeout_s=60.0)
+        busy = asyncio.create_task(asked.call(Counter.wait))
+        await asyncio.sleep(0.2)
+        second = asyncio.create_task(asked.call(Counter.process))
+        answered, _ = await asyncio.wait({second}, timeout=60.0 if limit is None else 0.5)
+        seen[f"{name}: the second call is answered beside the first"] = bool(answered)
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
+        await second
+
     waiting = asyncio.create_task(actor.call(Counter.wait))
     await asyncio.sleep(0.2)
     waiting.cancel()

@@ -116,6 +116,13 @@ def test_waits_end_with_a_name(seen: Mapping[str, JsonValue]) -> None:
 
 
 @pytest.mark.slow
+def test_calls_above_the_limit_wait(seen: Mapping[str, JsonValue]) -> None:
+    """With one call at a time the second waits for the first to end; by default it does not."""
+    assert not seen["narrow: the second call is answered beside the first"]
+    assert seen["wide: the second call is answered beside the first"]
+
+
+@pytest.mark.slow
 def test_cancelling_the_wait_cancels_the_call(seen: Mapping[str, JsonValue]) -> None:
     """The async method in the actor got its CancelledError, so that a sampler frees its slots."""
     assert seen["cancelled in the actor"] is True

@@ -30,6 +30,7 @@ class ActorSpec:
         environment: Mapping[str, str],
         call_timeout_s: float,
         strategy: object = "DEFAULT",
+        max_calls: int | None = None,
     ) -> None:
         """Made by `Cluster.actor` and `Reservation.actor`; `strategy` is ray's, for the place."""
         self._cluster = cluster
@@ -39,6 +40,7 @@ class ActorSpec:
         self._environment = environment
         self._call_timeout_s = call_timeout_s
         self._strategy = strategy
+        self._max_calls = max_calls
 
     def start(self, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Actor[T]:
         """Build ``cls(*args, **kwargs)`` in a process of its own.
@@ -64,6 +66,7 @@ class ActorSpec:
                 num_cpus=self._num_cpus,
                 num_gpus=self._num_gpus,
                 scheduling_strategy=self._strategy,
+                **({} if self._max_calls is None else {"max_concurrency": self._max_calls}),
                 runtime_env={"env_vars": {**self._cluster.environment, **self._environment}},
             )
             .remote(*args, **kwargs)
@@ -124,6 +127,7 @@ class Cluster:
         num_gpus: float = 0.0,
         environment: Mapping[str, str] | None = None,
         call_timeout_s: float = 600.0,
+        max_calls: int | None = None,
     ) -> ActorSpec:
         """Say how an actor shall run; `ActorSpec.start` starts it.
 
@@ -133,8 +137,18 @@ class Cluster:
                 sets ``OMP_NUM_THREADS`` to this number.
             num_gpus: GPUs that ray sets aside for it and makes visible to it.
             environment: environment variables, beside and above those of the cluster.
-            call_timeout_s: seconds that a call may take.
+            call_timeout_s: seconds that a call may take, the time that it waits for others
+                included.
+            max_calls: calls that run at a time; others wait, questions after its health too.
+                Default: ray's, 1000 for a class with coroutines and 1 for others, where more would
+                run in threads.
+
+        Raises:
+            ValueError: if not even one call could run.
         """
+        if max_calls is not None and max_calls < 1:
+            message = f"actor '{name}': expected max_calls of at least 1, got {max_calls}"
+            raise ValueError(message)
         return ActorSpec(
             self,
             name,
@@ -142,6 +156,7 @@ class Cluster:
             num_gpus=num_gpus,
             environment=checked_environment(environment),
             call_timeout_s=call_timeout_s,
+            max_calls=max_calls,
         )
 
     def claim(self, name: str, *, num_cpus: float, num_gpus: float) -> str:
