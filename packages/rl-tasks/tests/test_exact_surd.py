@@ -89,6 +89,18 @@ def test_what_can_be_read_in_two_ways_or_not_at_all_is_left_to_others(text: str)
     assert exact_surd(text) is None
 
 
+def test_deep_parentheses_do_not_fill_the_stack() -> None:
+    """Also where the caller has used some of it; 25 of them are read, 40 are not."""
+
+    def deeper(frames: int) -> object:
+        return deeper(frames - 1) if frames else exact_surd("(" * 200)
+
+    assert deeper(300) is None
+    assert exact_surd("(" * 25 + "1+1" + ")" * 25) == {(1, 0): Fraction(2)}
+    assert exact_surd("(" * 40 + "1+1" + ")" * 40) is None
+    assert exact_surd("+".join(["(1+1)"] * 33)) == {(1, 0): Fraction(66)}
+
+
 def grouped(text: str) -> str:
     return rf"\left({text}\right)"
 

@@ -3,7 +3,9 @@
 import importlib.metadata
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -11,7 +13,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from rl_contracts import Completion, FinishReason, PolicyVersion
+from rl_contracts import Completion, FinishReason, PolicyVersion, Trajectory
+from rl_contracts.images import ImagePatches
 from rl_tasks import (
     CALCULATOR_SCHEMA,
     ChatMessage,
@@ -117,6 +120,26 @@ def test_a_calculator_is_called_end_to_end(num_calls: int) -> None:
     assert trajectory.loss_mask[:prompt_length] == (False,) * prompt_length
     assert (trajectory.oldest_version, trajectory.newest_version) == (3, 4)
     assert exchange.num_completions == 2
+
+
+def test_images_of_the_prompt_stay_through_the_turns() -> None:
+    """The very objects, which are not copied; one outside of the prompt is refused by name."""
+    made = tokenizer()
+    prompt = encode_prompt(made, QUESTION)
+    patches = np.zeros((4, 6), dtype=np.float32)
+    shown = ImagePatches(patches=patches, grid=(1, 2, 2), first_token=1, num_tokens=1)
+    turn = sampled([5, end_of_turn(made)])
+
+    def trajectory(image: ImagePatches) -> Trajectory:
+        exchange = Exchange.begin(prompt, images=[image]).with_completion(turn)
+        exchange = exchange.with_messages(made, [ChatMessage(role="tool", content="84")])
+        exchange = exchange.with_completion(turn)
+        return exchange.to_trajectory(trajectory_id="t", group_id="g")
+
+    (kept,) = trajectory(shown).images
+    assert kept is shown
+    with pytest.raises(ValueError, match="Trajectory t: image 0 has its placeholders at"):
+        trajectory(replace(shown, first_token=len(prompt)))
 
 
 @pytest.mark.slow

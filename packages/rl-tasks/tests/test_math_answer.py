@@ -99,6 +99,20 @@ def test_which_part_is_the_answer(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
+@pytest.mark.parametrize("text", ["1e5000", r"7\times 10^{9999}", "1e-5000", r"-3\cdot 10^{4300}"])
+def test_a_number_of_many_digits_is_compared_and_not_written_out(text: str) -> None:
+    """Python refuses to write an integer of more than 4300 digits; that ended the run."""
+    assert graded(rf"\boxed{{{text}}}", r"\sqrt{2}") == (0.0, "wrong")
+    assert graded(rf"\boxed{{{text}}}", text) == (1.0, "right")
+    assert graded(r"\boxed{\sqrt{2}}", text) == (0.0, "wrong")
+
+
+@pytest.mark.slow
+def test_a_number_of_many_digits_is_no_error_of_the_algebra_system() -> None:
+    """Where an algebra system is asked, it gets the number as it was written."""
+    assert graded(r"\boxed{7\times 10^{9999}}", "x+1", timeout_s=60.0) == (0.0, "wrong")
+
+
 @pytest.mark.slow
 def test_a_hostile_answer_ends_in_time_and_harms_nobody(tmp_path: Path) -> None:
     """A tower of powers is cut off, code is text, and the next answers are graded as before."""

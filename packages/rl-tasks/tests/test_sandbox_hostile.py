@@ -122,6 +122,35 @@ print(len(socket.socketpair()))
             server.accept()
 
 
+def test_programs_leave_each_other_no_messages() -> None:
+    """A pair of sockets gets no name and no other family, and nobody watches what others open."""
+    program = """\
+import ctypes, errno, socket
+one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+for action in (lambda: one.bind("\\0name"), lambda: one.connect("\\0name"), one.listen, one.accept):
+    try:
+        print("done", action())
+    except PermissionError:
+        pass
+libc = ctypes.CDLL(None, use_errno=True)
+pair = (ctypes.c_int * 2)()
+for name, *arguments in (
+    ("inotify_init",),
+    ("inotify_init1", 0),
+    ("inotify_add_watch", one.fileno(), b"/", 32),
+    ("fanotify_init", 0x200, 0),
+    ("accept", one.fileno(), None, None),
+    *(("socketpair", family, socket.SOCK_DGRAM, 0, pair) for family in (2, 16, 30, 38)),
+):
+    ctypes.set_errno(0)
+    if (getattr(libc, name)(*arguments), ctypes.get_errno()) != (-1, errno.EPERM):
+        print(name, arguments, ctypes.get_errno())
+one.send(b"pairs work")
+print(other.recv(20).decode())
+"""
+    assert run(program).output == b"pairs work\n"
+
+
 def test_its_caller_and_its_keeper_cannot_be_killed() -> None:
     """Signals reach no process outside, nor the first one inside; tracing is refused."""
     program = f"""\

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,25 @@ raise SystemExit(5)
     assert launcher() == before
 
 
+def test_no_flag_of_an_open_file_outlives_its_program() -> None:
+    """Standard error is nothing that anybody reads, and each program's own."""
+    run("pass")
+    before = launcher()
+    program = """\
+import fcntl, os
+F_SETSIG, F_GETSIG, SIGNAL = 10, 11, 12
+for descriptor in range(3):
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    print(flags & (os.O_APPEND | os.O_NONBLOCK), fcntl.fcntl(descriptor, F_GETSIG))
+fcntl.fcntl(2, fcntl.F_SETFL, flags | os.O_APPEND | os.O_NONBLOCK)
+fcntl.fcntl(2, F_SETSIG, SIGNAL)
+print(os.fstat(2).st_rdev == os.stat("/dev/null").st_rdev, os.write(2, b"unread"))
+"""
+    for _ in range(2):
+        assert run(program).output == b"0 0\n" * 3 + b"True 6\n"
+    assert launcher() == before
+
+
 def test_a_program_has_no_capability() -> None:
     """It is no administrator of the namespaces that were made for it, filter or not."""
     program = """\
@@ -239,6 +259,39 @@ def test_a_program_ends_with_its_launcher(
     assert run("print(1)").output == b"1\n"
     os.kill(launcher(), signal.SIGKILL)  # an idle one
     assert run("print(2)").output == b"2\n"
+
+
+def test_a_new_launcher_that_ends_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next new one would be no better, so there is no second try."""
+    made = []
+
+    def take(pool: object) -> sandbox_pool._Launcher:
+        del pool
+        made.append(sandbox_pool._Launcher(()))
+        assert len(made) == 1
+        made[0]._process.kill()
+        made[0]._process.wait()
+        return made[0]
+
+    monkeypatch.setattr(sandbox_pool._Pool, "take", take)
+    with pytest.raises(SandboxFailedError, match="launcher was given no program"):
+        run("print(1)")
+
+
+def test_threads_that_begin_at_once_have_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers of a second one would be kept and never used."""
+    both_are_making = threading.Barrier(2)
+
+    def slowly(libraries: tuple[str, ...]) -> sandbox_pool._Pool:
+        both_are_making.wait(timeout=60)
+        return make(libraries)
+
+    make = sandbox_pool._Pool
+    monkeypatch.setattr(sandbox_pool, "_Pool", slowly)
+    monkeypatch.setattr(sandbox_pool, "_pools", {})
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: sandbox_pool._pool(("/x",), 1), range(2))
+    assert one is other
 
 
 def test_a_launcher_ends_with_its_caller_though_a_child_lives_on() -> None:

@@ -27,6 +27,8 @@ _MAX_TEXT = 200
 _MAX_RADICAND = 10**8
 """Above, taking squares out would take longer than an algebra system."""
 _MAX_TERMS, _MAX_BITS, _MAX_POWER = 32, 1024, 20
+_MAX_DEPTH = 30
+"""Of parentheses, roots and fractions in each other; each takes some frames of Python's stack."""
 _ONE = (1, 0)
 
 
@@ -64,6 +66,7 @@ class _Reader:
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
         self._place = 0
+        self._depth = 0
 
     @property
     def next(self) -> str | None:
@@ -80,6 +83,9 @@ class _Reader:
             raise _NotReadError
 
     def sum(self) -> Surd:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise _NotReadError
         negative = self.next == "-"
         if self.next in {"-", "+"}:
             self._take()
@@ -87,6 +93,7 @@ class _Reader:
         while self.next in {"-", "+"}:
             sign = -1 if self._take() == "-" else 1
             value = _added(value, _scaled(self._product(), sign))
+        self._depth -= 1
         return value
 
     def _product(self) -> Surd:

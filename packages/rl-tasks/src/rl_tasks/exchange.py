@@ -15,12 +15,16 @@ exact prefix of the next.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rl_contracts import Completion, PolicyVersion, Trajectory
 from rl_tasks.chat import Tokenizer, render_chat
 from rl_tasks.problem import ChatMessage, JsonValue
 from rl_tasks.special_tokens import without_special_tokens
+
+if TYPE_CHECKING:
+    from rl_contracts.images import ImagePatches  # needs numpy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +49,22 @@ class Exchange:
     open_for_messages: bool = False
     """Whether the last turn is the model's and was ended by the model."""
 
+    images: "tuple[ImagePatches, ...]" = field(default=(), repr=False)
+    """What the prompt shows; they are not copied."""
+
     @staticmethod
-    def begin(prompt_ids: Sequence[int]) -> "Exchange":
-        """The prompt alone, as `encode_prompt` makes it."""
+    def begin(prompt_ids: Sequence[int], *, images: "Sequence[ImagePatches]" = ()) -> "Exchange":
+        """The prompt alone, as `encode_prompt` makes it.
+
+        Args:
+            prompt_ids: of the prompt.
+            images: those that the prompt shows, in the order of their places.
+        """
         return Exchange(
             token_ids=tuple(prompt_ids),
             loss_mask=(False,) * len(prompt_ids),
             rollout_logprobs=(0.0,) * len(prompt_ids),
+            images=tuple(images),
         )
 
     def with_completion(self, completion: Completion) -> "Exchange":
@@ -70,6 +83,7 @@ class Exchange:
             policy_versions=self.policy_versions + completion.policy_versions,
             num_completions=self.num_completions + 1,
             open_for_messages=completion.finish_reason == "stop" and bool(completion.token_ids),
+            images=self.images,
         )
 
     def with_messages(
@@ -98,13 +112,15 @@ class Exchange:
             rollout_logprobs=self.rollout_logprobs + (0.0,) * len(ids),
             policy_versions=self.policy_versions,
             num_completions=self.num_completions,
+            images=self.images,
         )
 
     def to_trajectory(self, *, trajectory_id: str, group_id: str) -> Trajectory:
         """The record to train on.
 
         Raises:
-            ValueError: if nothing was sampled, or if the exchange ends with what others said.
+            ValueError: if nothing was sampled, if the exchange ends with what others said, or if
+                an image does not lie in the prompt.
         """
         if not self.policy_versions or not self.loss_mask[-1]:
             message = f"Exchange {trajectory_id}: expected a sampled token at the end"
@@ -117,6 +133,7 @@ class Exchange:
             rollout_logprobs=self.rollout_logprobs,
             oldest_version=min(self.policy_versions),
             newest_version=max(self.policy_versions),
+            images=self.images,
         )
 
 

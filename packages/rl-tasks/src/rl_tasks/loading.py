@@ -125,9 +125,11 @@ def write_parquet(problems: Sequence[Problem], path: Path) -> None:
 def _identity(problem: Problem) -> bytes:
     """The same for two problems that ask the same and have the same answer."""
     said: tuple[object, ...] = (problem.data_source, problem.ground_truth, problem.messages)
-    if problem.images:
-        said = (*said, problem.images)
-    return hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16).digest()
+    identity = hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16)
+    for image in problem.images:
+        identity.update(len(image).to_bytes(8))
+        identity.update(image)
+    return identity.digest()
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

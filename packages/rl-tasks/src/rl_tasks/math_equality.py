@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_tasks.answer_text import Answer, choice_or_words, taken_apart
 from rl_tasks.exact_number import exact_number
-from rl_tasks.exact_surd import exact_surd
+from rl_tasks.exact_surd import Surd, exact_surd
 
 if TYPE_CHECKING:
     import sympy
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PercentRule = Literal["either", "value"]
 
 _DIGITS = 40
+_MAX_BITS = 10_000
+"""Of a number that is written out; Python writes no integer of more than 4300 digits."""
 
 _ELLIPSIS = re.compile(r"\\[lcd]?dots|\.\.\.|\u2026")
 _CLOCK = re.compile(r"[0-9]\s*:\s*[0-9]")
@@ -96,11 +98,18 @@ def _by_text(got: Answer, right: Answer, percent: PercentRule) -> bool | None:
 
 def _surds_equal(got: str, right: str) -> bool | None:
     """Whether two numbers made of fractions, roots and pi are equal, or None for anything else."""
-    number = exact_surd(_rewritten(right))  # first: what is right has the usual form
+    number = _surd(right)  # first: what is right has the usual form
     if number is None:
         return None
-    other = exact_surd(_rewritten(got))
+    other = _surd(got)
     return None if other is None else number == other
+
+
+def _surd(text: str) -> Surd | None:
+    number = exact_number(text)
+    if number is None:
+        return exact_surd(_rewritten(text))
+    return {(1, 0): number} if number else {}  # of any size: it is not written out
 
 
 def _numbers_equal(
@@ -132,6 +141,8 @@ def _rewritten(text: str) -> str:
     """Plain functions as LaTeX, mixed and repeating numbers as fractions, chains as intervals."""
     number = exact_number(text)
     if number is not None:
+        if max(number.numerator.bit_length(), number.denominator.bit_length()) > _MAX_BITS:
+            return text
         return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
     for pattern, by in _PLAIN_FUNCTIONS:
         text = pattern.sub(by, text)

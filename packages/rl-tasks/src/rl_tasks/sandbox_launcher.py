@@ -200,6 +200,8 @@ def _close(closed: _Closed, files: list[int]) -> None:
         os.close(written)
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
+    # the launcher's is one open file for all programs, and flags are an open file's
+    os.dup2(os.open("/dev/null", os.O_RDWR), 2)
     os.dup2(status, 3)
     files[3] = 3
     close_from(4)

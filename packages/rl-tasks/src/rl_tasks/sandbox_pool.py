@@ -8,7 +8,6 @@ unexpected, is not used again. They are started when the running ones are all bu
 import atexit
 import contextlib
 import fcntl
-import functools
 import marshal
 import os
 import queue
@@ -55,7 +54,7 @@ class Program(TypedDict):
 
 
 class _LauncherGoneError(Exception):
-    """A launcher that was idle has ended; nothing was run."""
+    """A launcher that was idle between two programs has ended; nothing was run."""
 
 
 def run_program(
@@ -95,12 +94,21 @@ def run_program(
             return result
 
 
-@functools.cache
+_pools: "dict[tuple[tuple[str, ...], int], _Pool]" = {}
+
+
 def _pool(libraries: tuple[str, ...], pid: int) -> "_Pool":
-    """One pool for each process: a fork must not share its parent's sockets."""
-    del pid
-    pool = _Pool(libraries)
-    atexit.register(pool.end)
+    """One pool for each process: a fork must not share its parent's sockets.
+
+    Of several threads that make the first one, one wins. There is no lock, which another thread
+    could hold while this process is forked.
+    """
+    pool = _pools.get((libraries, pid))
+    if pool is None:
+        made = _Pool(libraries)
+        pool = _pools.setdefault((libraries, pid), made)
+        if pool is made:
+            atexit.register(pool.end)
     return pool
 
 
@@ -184,7 +192,7 @@ class _Launcher:
 
         Raises:
             SandboxFailedError: if the sandbox could not be closed; the program did not run.
-            _LauncherGoneError: if this process has ended while it waited.
+            _LauncherGoneError: if this process has ended while it waited for a second or later one.
         """
         self.usable = False
         try:
@@ -214,6 +222,8 @@ class _Launcher:
             try:
                 socket.send_fds(self._control, [b"p"], [request_fd, stdin_fd, output_in, status_in])
             except (BrokenPipeError, ConnectionResetError) as error:
+                if not self._has_run:
+                    raise  # the next new one might be no better
                 raise _LauncherGoneError from error
             ours.pop_all()
         return output_fd, status_fd

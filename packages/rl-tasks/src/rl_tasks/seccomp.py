@@ -29,8 +29,19 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "move_mount": (429, 429),
     "fsopen": (430, 430),
     "open_by_handle_at": (304, 265),
-    # sockets of any kind; pairs of connected ones are left
+    # sockets of any kind; pairs of connected ones are left, but get no name: programs have their
+    # network namespace, and the names in it, in common
     "socket": (41, 198),
+    "bind": (49, 200),
+    "connect": (42, 203),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    # what other programs open in the libraries; aarch64 has no inotify_init
+    "inotify_init": (253, 26),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262),
     # memory and queues that outlive a process or count towards no limit
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -50,6 +61,8 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "finit_module": (313, 273),
     "kexec_load": (246, 104),
 }
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_AF_UNIX = 1
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _CLONE_NEW_ANYTHING = 0x7E020000
@@ -84,6 +97,11 @@ def seccomp_filter(machine: str) -> bytes:
     for numbers in _REFUSED.values():
         program += _if(_JUMP_EQUAL, numbers[column], _ERRNO | errno.EPERM)
     program += [
+        _instruction(_JUMP_EQUAL, _SOCKETPAIR[machine], jump_false=4),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        _instruction(_JUMP_EQUAL, _AF_UNIX, jump_true=1),
+        _instruction(_RETURN, _ERRNO | errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
         _instruction(_JUMP_EQUAL, _CLONE[machine], jump_true=1),
         _instruction(_RETURN, _ALLOW),
         _instruction(_LOAD, _FIRST_ARGUMENT),

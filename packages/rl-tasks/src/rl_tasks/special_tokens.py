@@ -9,12 +9,14 @@ text in it. In what a tool says during a run it cannot be one, since the model c
 tools repeat: there it is broken up by a zero-width space, so that it reads the same and is text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rl_tasks.errors import TaskError
 from rl_tasks.problem import ChatMessage
 
 _BREAK = "\u200b"
+
+_PLAIN_CHAT = [{"role": role, "content": "word"} for role in ("user", "assistant", "user")]
 
 
 def special_texts(tokenizer: object) -> Mapping[str, int]:
@@ -22,9 +24,34 @@ def special_texts(tokenizer: object) -> Mapping[str, int]:
 
     Nothing for a tokenizer that has no ``added_tokens_decoder``. Added tokens that are not special,
     such as Qwen's ``<tool_call>``, are text by their own account: templates and prompts name them.
+    The marks between which the tokenizer's chat template puts a turn count as special all the same:
+    DeepSeek-R1-Distill's ``<\uff5cUser\uff5c>`` does not say that it is.
     """
     added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(token): number for number, token in added.items() if getattr(token, "special", 0)}
+    special = {number for number, token in added.items() if getattr(token, "special", 0)}
+    others = {str(token): number for number, token in added.items() if number not in special}
+    special |= {others[mark] for mark in _turn_marks(tokenizer, others)}
+    return {str(token): number for number, token in added.items() if number in special}
+
+
+def _turn_marks(tokenizer: object, added: Collection[str]) -> frozenset[str]:
+    """Those added tokens in brackets that a chat template writes into a chat of plain words.
+
+    But for tags with an end, such as ``<think>``, which prompts name. The last turn is a user's:
+    to an assistant's, templates add what stands for its thoughts.
+    """
+    candidates = {
+        text
+        for text in added
+        if f"{text[:1]}{text[-1:]}" in {"<>", "[]"}
+        and text[1] != "/"
+        and f"{text[0]}/{text[1:]}" not in added
+    }
+    if not candidates or not getattr(tokenizer, "chat_template", None):
+        return frozenset()
+    render: Callable[..., str] = tokenizer.apply_chat_template  # type: ignore[attr-defined]
+    rendered = render(_PLAIN_CHAT, tokenize=False)
+    return frozenset(text for text in candidates if text in rendered)
 
 
 def refuse_special_tokens(

@@ -5,7 +5,8 @@ The columns, as verl's ``RLHFDataset`` and reward managers read them (verl 1dda0
     data_source   str                                  chooses the reward
     prompt        list of {role: str, content: str}    chat messages
     reward_model  {style: str, ground_truth: str}
-    images        list of {bytes, path}, optional    shown where <image> stands in the messages
+    images        list of {bytes, path}, optional    shown where <image> stands in the messages,
+                                                     which is text if there are none
     extra_info    mapping, optional
 
 What a row asks for and nothing here can do (videos, tools, an agent loop, a reward model) makes it
@@ -151,7 +152,7 @@ def _images(
     value: object, messages: tuple[ChatMessage, ...], folder: Path, fail: _Fail
 ) -> tuple[bytes, ...]:
     """Encoded images that can be decoded, one for each placeholder."""
-    if value is None:
+    if value is None or (isinstance(value, list) and not value):
         return ()  # then the placeholder is text like any other
     if not isinstance(value, list):
         raise fail("images", "images", f"expected a list of {{bytes, path}}, got {_shown(value)}")
