@@ -21,8 +21,8 @@ def what_is_missing(job: Job) -> list[str]:
     if needed > free:
         missing.append(
             f"weights pass from the trainer to the samplers through {shared_memory()}, where "
-            f"{free / 2**30:.1f} GiB are free and two versions of {job.sampler.model} take about "
-            f"{needed / 2**30:.1f}; enlarge it (docker: --shm-size)"
+            f"{free / 2**30:.3g} GiB are free and two versions of {job.sampler.model} take about "
+            f"{needed / 2**30:.3g}; enlarge it (docker: --shm-size)"
         )
     return missing
 
