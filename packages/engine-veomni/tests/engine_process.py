@@ -5,9 +5,7 @@ down: a barrier says that all are done, and the process ends.
 """
 
 import functools
-import os
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,11 @@ from memory_checks import (
 )
 from rank_checks import (
     DEVICE,
-    ON_CUDA,
     assert_bit_equal,
     assert_near,
     check_against_reference,
     exported,
+    main,
     make_engine,
     raised,
 )
@@ -48,7 +46,6 @@ from engine_veomni import OptimConfig, VeomniEngine, VeomniScorer
 from engine_veomni.build import check_experts
 from engine_veomni.veomni_state import VeomniState
 from parallel_state import ExtraParallelSizes, ParallelState
-from parallel_state.process_group import init_process_group
 from rl_contracts.testing.engine_contract import ENGINE_CHECKS, EngineUnderTest
 from rl_contracts.train import LossOutput, PackedBatch
 
@@ -367,29 +364,5 @@ def contract(folder: Path) -> None:
     assert num_loss_tokens() > 0
 
 
-def main() -> None:
-    name, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    if ON_CUDA:
-        torch.cuda.set_device(DEVICE)
-    init_process_group(
-        rank=rank,
-        world_size=world_size,
-        init_method=f"file://{folder}/{name}.store",
-        backend="nccl" if ON_CUDA else "gloo",
-        timeout_s=120,
-    )
-    status = 1
-    try:
-        globals()[name](Path(folder))
-        dist.barrier()
-        status = 0
-    except BaseException:  # noqa: BLE001 - the border of the process: shown, and told by its status
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    main()
+    main(globals(), timeout_s=120)

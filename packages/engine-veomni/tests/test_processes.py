@@ -1,56 +1,23 @@
 """The engine on real gloo ranks, compared with plain transformers in another process."""
 
-import os
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import pytest
 import torch
+import veomni_ranks
 from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
+
 TIMEOUT_S = 240.0
+run_reference = functools.partial(
+    veomni_ranks.run_reference, HERE / "reference_process.py", timeout_s=TIMEOUT_S
+)
+run_ranks = functools.partial(
+    veomni_ranks.run_ranks, HERE / "engine_process.py", timeout_s=TIMEOUT_S
+)
 pytestmark = pytest.mark.slow
-
-
-def run_reference(action: str, folder: Path) -> None:
-    script = HERE / "reference_process.py"
-    subprocess.run([sys.executable, script, action, folder], check=True, timeout=TIMEOUT_S)
-
-
-def run_ranks(scenario: str, world_size: int, folder: Path) -> None:
-    """Run one scenario; if a rank fails or hangs, stop the others and show what they wrote."""
-    outputs = [folder / f"{scenario}-{rank}.log" for rank in range(world_size)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    if not scenario.startswith("cuda"):
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # VeOmni would build its models there
-    ranks: list[subprocess.Popen[bytes]] = []
-    for index, output in enumerate(outputs):
-        with output.open("w") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        HERE / "engine_process.py",
-                        scenario,
-                        str(index),
-                        str(world_size),
-                        folder,
-                    ],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**environment, "LOCAL_RANK": str(index)},
-                )
-            )
-    try:
-        statuses = [rank.wait(timeout=TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    logs = "\n".join(f"--- {output.name}\n{output.read_text()[-4000:]}" for output in outputs)
-    assert statuses == [0] * world_size, logs
 
 
 @pytest.fixture(scope="module")

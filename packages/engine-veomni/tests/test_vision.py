@@ -1,9 +1,7 @@
 """Models that see, on real gloo ranks, compared with plain transformers in another process."""
 
+import functools
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import veomni_ranks
 from safetensors.torch import load_file
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
@@ -27,7 +26,14 @@ from rl_contracts.packing import pack
 from rl_contracts.train import PackedBatch
 
 HERE = Path(__file__).parent
+
 TIMEOUT_S = 400.0
+run_reference = functools.partial(
+    veomni_ranks.run_reference, HERE / "vision_reference.py", timeout_s=TIMEOUT_S
+)
+run_ranks = functools.partial(
+    veomni_ranks.run_ranks, HERE / "vision_process.py", timeout_s=TIMEOUT_S
+)
 IMAGE, MERGE = 4, 2
 IDS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": 5}
 EXPERT_NAMES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
@@ -223,45 +229,6 @@ def test_settings_without_effect_are_refused(
     check_vision_settings(veomni_config(), sees=sees)
     with pytest.raises(ValueError, match=text):
         check_vision_settings(veomni_config(**changes), sees=sees)
-
-
-def run_reference(action: str, folder: Path) -> None:
-    script = HERE / "vision_reference.py"
-    subprocess.run([sys.executable, script, action, folder], check=True, timeout=TIMEOUT_S)
-
-
-def run_ranks(scenario: str, world_size: int, folder: Path) -> None:
-    """Run one scenario; if a rank fails or hangs, stop the others and show what they wrote."""
-    outputs = [folder / f"{scenario}-{rank}.log" for rank in range(world_size)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    if not scenario.startswith("cuda"):
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # VeOmni would build its models there
-    ranks: list[subprocess.Popen[bytes]] = []
-    for index, output in enumerate(outputs):
-        with output.open("w") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        HERE / "vision_process.py",
-                        scenario,
-                        str(index),
-                        str(world_size),
-                        folder,
-                    ],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**environment, "LOCAL_RANK": str(index)},
-                )
-            )
-    try:
-        statuses = [rank.wait(timeout=TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    logs = "\n".join(f"--- {output.name}\n{output.read_text()[-4000:]}" for output in outputs)
-    assert statuses == [0] * world_size, logs
 
 
 @pytest.fixture(scope="module")

@@ -1,84 +1,39 @@
 """One rank of a slow test with images: runs a scenario and hard-exits after a barrier."""
 
-import os
-import sys
-import traceback
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_checks import (
+    ATOL,
+    DEVICE,
+    assert_near,
+    check_logprobs,
+    exported,
+    main,
+    make_engine,
+    raised,
+)
 from safetensors.torch import load_file, save_file
-from scenario_data import EPS, LEARNING_RATE, read_folder
+from scenario_data import read_folder
 from torch import Tensor
 from vision_data import (
     IMAGE,
     OTHER_BATCHES,
     ROWS,
-    TEMPERATURE,
     VOCAB_SIZE,
     batch,
     batches_of,
     loss_fn,
 )
 
-from engine_veomni import OptimConfig, VeomniConfig, VeomniEngine, VeomniScorer
-from parallel_state import ExtraParallelSizes, ParallelState
-from parallel_state.process_group import init_process_group
+from engine_veomni import OptimConfig, VeomniEngine, VeomniScorer
 from rl_contracts.testing.engine_contract import ENGINE_CHECKS, EngineUnderTest
 
-ON_CUDA = sys.argv[1].startswith("cuda")
-RANK = int(sys.argv[2])
-DEVICE = torch.device("cuda", RANK) if ON_CUDA else torch.device("cpu")
-ATOL = 5e-5 if ON_CUDA else 1e-5
-"""Largest difference in float32, in nats."""
 TOWER = "model.visual."
-
-
-def make_engine(folder: Path, *, ep: int, **changes: Any) -> VeomniEngine:  # noqa: ANN401
-    settings: dict[str, Any] = {
-        "model_path": str(folder),
-        "compute_dtype": "float32",
-        "temperature": TEMPERATURE,
-        "parallel": ParallelState(
-            dp_size=dist.get_world_size(), extra_parallel_sizes=ExtraParallelSizes.of(ep=ep)
-        ),
-        "optim": OptimConfig(
-            learning_rate=LEARNING_RATE, eps=EPS, weight_decay=0.01, max_grad_norm=None
-        ),
-        **changes,
-    }
-    return VeomniEngine(VeomniConfig(**settings), device=DEVICE)
-
-
-def exported(engine: VeomniEngine) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in engine.export_weights()}
-
-
-def raised(kind: type[Exception], action: Any) -> str:  # noqa: ANN401
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"expected {kind.__name__}")
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].is_contiguous(), name
-        difference = (found[name] - tensor).abs().max().item()
-        assert difference <= atol, f"{name} differs by {difference}"
-
-
-def check_logprobs(engine: VeomniEngine | VeomniScorer, folder: Path, batches: list[Any]) -> None:
-    reference = load_file(folder / "reference.safetensors")
-    for given, logprobs in zip(batches, engine.logprobs(batches), strict=True):
-        pieces = logprobs.cpu().split(given.cu_seqlens.diff().tolist())
-        for name, piece in zip(given.trajectory_ids, pieces, strict=True):
-            difference = (piece - reference[name]).abs().max().item()
-            assert difference < ATOL, f"{name} differs by {difference} nats"
 
 
 def check_against_reference(engine: VeomniEngine, folder: Path, *, frozen: bool = False) -> None:
@@ -135,7 +90,7 @@ def check_refusals(engine: VeomniEngine) -> None:
     for change, reason in changes:
         given = [replace(good[0], **change), *good[1:]] if rank == 1 else good
         for call in (engine.logprobs, lambda each: engine.forward_backward(each, loss_fn)):
-            text = raised(ValueError, lambda call=call, given=given: call(given))
+            text = raised(ValueError, functools.partial(call, given))
             assert "on rank 1, micro-batch 0 (trajectories row-0, row-1): " in text, text
             assert reason in text, text
 
@@ -199,29 +154,5 @@ def cuda(folder: Path) -> None:
         assert (logprobs.cpu() - wanted).abs().max().item() < 0.1
 
 
-def main() -> None:
-    name, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    if ON_CUDA:
-        torch.cuda.set_device(DEVICE)
-    init_process_group(
-        rank=rank,
-        world_size=world_size,
-        init_method=f"file://{folder}/{name}.store",
-        backend="nccl" if ON_CUDA else "gloo",
-        timeout_s=240,
-    )
-    status = 1
-    try:
-        globals()[name](Path(folder))
-        dist.barrier()
-        status = 0
-    except BaseException:  # noqa: BLE001 - the border of the process: shown, and told by its status
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    main()
+    main(globals(), timeout_s=240)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_tasks import SandboxUnavailableError, check_sandbox
+
 NOBODY = 65534
 
 
@@ -25,6 +27,15 @@ def processes_of_sandboxes() -> list[int]:
         if len(status["NSpid"]) > 1 and status["Uid"][0] == str(user) and status["State"][0] != "Z":
             found.append(int(entry.name))
     return found
+
+
+@pytest.fixture(scope="session")
+def needs_sandbox() -> None:
+    """Skips where this machine cannot close a sandbox, and says why."""
+    try:
+        check_sandbox()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from rl_tasks import (
     MathAnswer,
     SandboxLimits,
     SandboxUnavailableError,
-    check_sandbox,
 )
 from rl_tasks.code_answer import last_program
 
@@ -19,15 +18,7 @@ ADD = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]}
 CALL = {"inputs": ["1\n2", "30\n4"], "outputs": ["3", "34"], "fn_name": "add"}
 
 
-def missing() -> str | None:
-    try:
-        check_sandbox()
-    except SandboxUnavailableError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 def graded(

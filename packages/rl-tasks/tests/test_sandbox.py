@@ -13,8 +13,6 @@ from rl_tasks import (
     ProgramResult,
     SandboxFailedError,
     SandboxLimits,
-    SandboxUnavailableError,
-    check_sandbox,
     run_python,
 )
 
@@ -28,15 +26,7 @@ print("kept")
 """
 
 
-def missing() -> str | None:
-    try:
-        check_sandbox()
-    except SandboxUnavailableError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 def run(program: str, stdin: bytes = b"", **limits: float) -> ProgramResult:

@@ -16,8 +16,6 @@ from rl_tasks import (
     ProgramResult,
     SandboxFailedError,
     SandboxLimits,
-    SandboxUnavailableError,
-    check_sandbox,
     run_python,
     sandbox_pool,
 )
@@ -25,15 +23,7 @@ from rl_tasks import (
 MIB = 2**20
 
 
-def missing() -> str | None:
-    try:
-        check_sandbox()
-    except SandboxUnavailableError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 def run(program: str, stdin: bytes = b"", **limits: float) -> ProgramResult:

@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_tasks import SandboxUnavailableError, check_sandbox, seccomp
+from rl_tasks import seccomp
 
-
-def missing() -> str | None:
-    try:
-        check_sandbox()
-    except SandboxUnavailableError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 def test_without_an_isolation_it_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
