@@ -305,7 +305,7 @@ class Parts:
     turns: Turns | None
     """Whose turn it is on devices that they share; None for devices of their own."""
 
-    graded_again: Sequence[str] = ()
+    graded_again: Sequence[str]
     """Why answers were; grows meanwhile."""
 
     _num_told: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -362,14 +362,12 @@ class Conductor:
                         samplers_ready(), self.until_ready(trainer)
                     )
             await self.record_environments(trainer, hosts)
-            parts = Parts(
-                trainer=trainer,
-                replicas=samplers,
-                turns=take_turns(trainer, samplers) if self.placement.shared else None,
-            )
+            turns = take_turns(trainer, samplers) if self.placement.shared else None
             try:
                 async with self.graded(cluster) as (graded, losses):
-                    parts.graded_again = losses
+                    parts = Parts(
+                        trainer=trainer, replicas=samplers, turns=turns, graded_again=losses
+                    )
                     await graded.loop_with_display(scheduler, parts, stop)
                 if scheduler.finished:
                     await self.save_model(trainer)

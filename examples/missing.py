@@ -6,7 +6,8 @@ from pathlib import Path
 
 from conduct import Job, shared_memory
 from plan_memory import DTYPE_BYTES
-from safetensors import safe_open
+
+from rl_contracts.pretrained import folder_shapes
 
 
 def what_is_missing(job: Job) -> list[str]:
@@ -15,8 +16,7 @@ def what_is_missing(job: Job) -> list[str]:
         f"expected the file {path}, and there is none" for path in job.needs if not path.is_file()
     ]
     # Two versions of the weights: one is taken while the next is written.
-    files = Path(job.sampler.model).glob("*.safetensors")
-    needed = 2 * sum(map(num_elements, files)) * DTYPE_BYTES[job.sampler.dtype]
+    needed = 2 * num_weights(Path(job.sampler.model)) * DTYPE_BYTES[job.sampler.dtype]
     free = shutil.disk_usage(shared_memory()).free
     if needed > free:
         missing.append(
@@ -27,7 +27,8 @@ def what_is_missing(job: Job) -> list[str]:
     return missing
 
 
-def num_elements(path: Path) -> int:
-    """Of all tensors in a safetensors file; reads its header alone."""
-    with safe_open(path, framework="np") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+def num_weights(folder: Path) -> int:
+    """Numbers in the weights of a model's folder; 0 if it holds none."""
+    if not any(folder.glob("*.safetensors")):
+        return 0
+    return sum(map(math.prod, folder_shapes(folder).values()))

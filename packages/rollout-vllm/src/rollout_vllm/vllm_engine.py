@@ -80,7 +80,8 @@ async def _whole(change: Awaitable[object], what: str) -> None:
         except EngineDeadError:
             raise
         except Exception as error:
-            # the border of the engine's process, as for updates
+            # the border of the engine's process: vLLM raises a bare Exception for whatever went
+            # wrong over there, and the sampler closes itself on this error
             raise WeightUpdateError(f"{what} broke off in the engine: {error}") from error
 
 
@@ -267,19 +268,13 @@ class VllmEngine:
         """Load what was published, and name the version."""
         info = {"instructions": dict(instructions), "tied": self.tied}
         await self._meet(info["instructions"])
-        with _translated():
-            try:
-                await self._engine.start_weight_update()
-                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-                await self._engine.finish_weight_update()
-                await self.set_version(version)
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                # the border of the engine's process: vLLM raises a bare Exception for whatever
-                # went wrong over there, and the sampler closes itself on this error
-                message = f"the update to version {version} broke off in the engine: {error}"
-                raise WeightUpdateError(message) from error
+        await _whole(self._take(info, version), f"the update to version {version}")
+
+    async def _take(self, info: Mapping[str, object], version: PolicyVersion) -> None:
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+        await self._engine.finish_weight_update()
+        await self.set_version(version)
 
     async def _meet(self, instructions: object) -> None:
         with _translated():
