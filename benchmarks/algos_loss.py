@@ -12,217 +12,44 @@ same tokens go through verl's functions, which want them padded and read their m
 the device; verl is imported here only, and left out if it is not installed. `wall` is the time of
 a plain call, which for kernels this short is mostly Python's.
 
+What matters most comes first, and each figure is written as soon as it is known: all chosen losses
+compiled, verl's, ours without compiling, compiled for any lengths, verl's compiled.
+
     ./run benchmarks/algos_loss.py --output benchmarks/results/algos_loss.json     # a GPU
     ./run benchmarks/algos_loss.py --device cpu --tokens 20000                     # that it runs
 """
 
 import argparse
-import importlib
 import importlib.util
 import json
 import logging
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from algos_variants import CASES, COMPILE_OPTIONS, Batch, Case, Work, copy_of, ours, verls
 from torch._inductor import compile_fx, metrics as inductor_metrics
 from torch.profiler import ProfilerActivity, profile
 
-from algos_gspo_dapo_grpo import (
-    BatchCounts,
-    CispoLoss,
-    DapoLoss,
-    DecoupledPpoLoss,
-    GmpoLoss,
-    GrpoLoss,
-    GspoLoss,
-    GspoTokenLoss,
-    KlPenalty,
-    PolicyLoss,
-    Sequences,
-    SequenceTruncation,
-    TokenTruncation,
-    count_batch,
-    policy_loss,
-)
-
-COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"combo_kernels": True}
-"""As the package's README advises."""
-
-COMPLETION_SHARE = 0.9
-"""Tokens in the loss mask; the rest are the prompts'."""
-
-Work = Callable[[], None]
+Figures = dict[str, float | bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """A loss, and which of the tensors that may be given it is given."""
+class Variant:
+    """One row of the table."""
 
     name: str
-    config: PolicyLoss
-    rollout: bool = False
-    ref: bool = False
-    metrics: bool = True
-    large: bool = False
-    """Also compiled for any lengths, and at 16 times the tokens, where no cache is enough."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Policy, proximal, mask, gradient, and what else the formula reads."""
-        return 4 + 4 + 1 + 4 + 4 * self.rollout + 4 * self.ref
-
-
-KL = KlPenalty(coefficient=0.04)
-CASES = (
-    Case(name="dapo", config=DapoLoss(), large=True),
-    Case(name="dapo, metrics not read", config=DapoLoss(), metrics=False),
-    Case(name="grpo, sequence mean", config=GrpoLoss()),
-    Case(
-        name="grpo, dual clip, kl, truncated weights",
-        config=GrpoLoss(dual_clip=3.0, kl=KL, rollout_correction=TokenTruncation()),
-        rollout=True,
-        ref=True,
-    ),
-    Case(name="gspo", config=GspoLoss(), large=True),
-    Case(
-        name="gspo, kl, sequence weights",
-        config=GspoLoss(kl=KL, rollout_correction=SequenceTruncation()),
-        rollout=True,
-        ref=True,
-        large=True,
-    ),
-    Case(name="gspo_token", config=GspoTokenLoss()),
-    Case(name="gmpo", config=GmpoLoss()),
-    Case(name="cispo", config=CispoLoss()),
-    Case(name="decoupled ppo", config=DecoupledPpoLoss(), rollout=True),
-)
-
-
-class Batch:
-    """Packed tokens of sequences whose lengths differ up to sevenfold."""
-
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        """Draw a batch; a prompt's share of every sequence is outside the mask."""
-        generator = torch.Generator().manual_seed(4)
-        num_sequences = max(tokens // 2048, 2)
-        shares = torch.rand(num_sequences, generator=generator) + 1 / 6
-        lengths = (shares / shares.sum() * tokens).to(torch.int64)
-        lengths[-1] += tokens - lengths.sum()
-        proximal = -2.0 * torch.rand(tokens, generator=generator) - 0.1
-
-        def near(distance: float) -> Tensor:
-            noise = torch.randn(tokens, generator=generator)
-            return (proximal + distance * noise).clamp(max=-1e-3).to(device)
-
-        self.tokens = tokens
-        self.lengths = lengths
-        self.policy = near(0.05).requires_grad_()
-        self.proximal = proximal.to(device)
-        self.rollout = near(0.02)
-        self.ref = near(0.1)
-        self.mask = (torch.rand(tokens, generator=generator) < COMPLETION_SHARE).to(device)
-        self.advantages = torch.randn(num_sequences, generator=generator).to(device)
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        self.cu_seqlens = bounds.to(torch.int32).to(device)
-        sequences = Sequences.packed(self.cu_seqlens, num_tokens=tokens)
-        self.counts = count_batch(self.mask, sequences)
-
-    def padded(self, values: Tensor) -> Tensor:
-        """Values as verl wants them, one row per sequence."""
-        rows = torch.split(values, self.lengths.tolist())
-        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-def ours(case: Case, batch: Batch, *, kind: str) -> Work:
-    """Forward and backward through `policy_loss`."""
-    counts: BatchCounts = batch.counts
-
-    def loss_of(  # noqa: PLR0917  # what a graph takes
-        policy: Tensor,
-        proximal: Tensor,
-        rollout: Tensor | None,
-        ref: Tensor | None,
-        advantages: Tensor,
-        mask: Tensor,
-        cu_seqlens: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        share = policy_loss(
-            policy,
-            proximal_logprobs=proximal,
-            advantages=advantages,
-            loss_mask=mask,
-            sequences=Sequences.packed(cu_seqlens, num_tokens=policy.shape[0]),
-            config=case.config,
-            counts=counts,
-            rollout_logprobs=rollout,
-            ref_logprobs=ref,
-        )
-        return share.loss, share.metrics if case.metrics else {}
-
-    function = loss_of
-    if kind != "eager":
-        function = torch.compile(
-            loss_of, fullgraph=True, dynamic=kind == "any lengths", options=COMPILE_OPTIONS
-        )
-
-    def work() -> None:
-        batch.policy.grad = None
-        loss, _ = function(
-            batch.policy,
-            batch.proximal,
-            batch.rollout if case.rollout else None,
-            batch.ref if case.ref else None,
-            batch.advantages,
-            batch.mask,
-            batch.cu_seqlens,
-        )
-        loss.backward()
-
-    return work
-
-
-def verls(mode: str, batch: Batch, *, compiled: bool) -> Work:
-    """Forward and backward through verl's function, on the same tokens in padded rows."""
-    core_algos = importlib.import_module("verl.trainer.ppo.core_algos")
-    actor_config = importlib.import_module("verl.workers.config").ActorConfig
-    clips = (0.2, 0.28) if mode == "vanilla" else (3e-4, 4e-4)
-    config = actor_config(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio_low=clips[0],
-        clip_ratio_high=clips[1],
-    )
-    policy = batch.padded(batch.policy.detach()).requires_grad_()
-    proximal, mask = batch.padded(batch.proximal), batch.padded(batch.mask).to(torch.float32)
-    advantages = batch.advantages[:, None].expand_as(mask).contiguous()
-    mean = "token-mean" if mode == "vanilla" else "seq-mean-token-mean"
-    function = core_algos.get_policy_loss_fn(mode)
-    if compiled:
-        function = torch.compile(function, dynamic=False, options=COMPILE_OPTIONS)
-
-    def work() -> None:
-        policy.grad = None
-        loss, _ = function(proximal, policy, advantages, mask, mean, config, None)
-        loss.backward()
-
-    return work
-
-
-def copy_of(num_bytes: int, device: torch.device) -> Work:
-    """Read half of the bytes and write the other half."""
-    source = torch.zeros(num_bytes // 8, device=device)
-    target = torch.empty_like(source)
-
-    def work() -> None:
-        target.copy_(source)
-
-    return work
+    make: Callable[[], Work]
+    floor_bytes: int
+    compiled: bool
+    captured: bool
+    against: str | None = None
+    """Name of our row with the same formula."""
 
 
 def wall(work: Work, device: torch.device, *, repeats: int) -> float:
@@ -288,63 +115,92 @@ def without_waiting(work: Work) -> bool:
     return True
 
 
-def measure(
-    work: Work,
-    floor_bytes: int,
-    device: torch.device,
-    *,
-    repeats: int,
-    compiled: bool,
-    captured: bool,
-) -> dict[str, float | bool]:
-    """All figures of one variant."""
+@cache
+def copy_times(num_bytes: int, device: torch.device, *, repeats: int) -> tuple[float, float]:
+    """Microseconds of a plain copy: in its kernel, and as a replayed graph."""
+    copy = copy_of(num_bytes, device)
+    return kernels(copy, repeats=repeats)[0], graph(copy, repeats=repeats)
+
+
+def measure(variant: Variant, result: Figures, device: torch.device, *, repeats: int) -> None:
+    """Fill in all figures of one variant."""
+    work = variant.make()
     inductor_metrics.reset()
+    begin = time.perf_counter()
     work()
-    result: dict[str, float | bool] = {}
-    if compiled:
-        result["bytes_passes"] = inductor_metrics.num_bytes_accessed / floor_bytes
+    result["first_call_s"] = time.perf_counter() - begin
+    if variant.compiled:
+        result["bytes_passes"] = inductor_metrics.num_bytes_accessed / variant.floor_bytes
     result["wall_us"] = wall(work, device, repeats=repeats)
     if device.type != "cuda":
-        return result
-    copy = copy_of(floor_bytes, device)
-    copy_us, _ = kernels(copy, repeats=repeats)
+        return
+    copy_us, copy_graph_us = copy_times(variant.floor_bytes, device, repeats=repeats)
     result["kernel_us"], result["num_kernels"] = kernels(work, repeats=repeats)
     result["copy_kernel_us"] = copy_us
     result["kernel_passes"] = result["kernel_us"] / copy_us
     result["no_wait"] = without_waiting(work)
-    if captured:
-        result["graph_us"], result["copy_graph_us"] = (
-            graph(work, repeats=repeats),
-            graph(copy, repeats=repeats),
-        )
-        result["graph_passes"] = result["graph_us"] / result["copy_graph_us"]
-    return result
+    if variant.captured:
+        result["graph_us"], result["copy_graph_us"] = graph(work, repeats=repeats), copy_graph_us
+        result["graph_passes"] = result["graph_us"] / copy_graph_us
 
 
-def line(name: str, figures: dict[str, float | bool]) -> str:
+def line(name: str, figures: Figures) -> str:
     """A row of the table."""
     cells = [
-        f"{figures[key]:{width}}" if key in figures else " " * 9
-        for key, width in (
-            ("bytes_passes", "9.2f"),
-            ("kernel_passes", "9.2f"),
-            ("graph_passes", "9.2f"),
-            ("num_kernels", "9.1f"),
-            ("kernel_us", "9.1f"),
-            ("graph_us", "9.1f"),
-            ("wall_us", "9.1f"),
+        f"{figures[key]:9.{digits}f}" if key in figures else " " * 9
+        for key, digits in (
+            ("bytes_passes", 2),
+            ("kernel_passes", 2),
+            ("graph_passes", 2),
+            ("num_kernels", 1),
+            ("kernel_us", 1),
+            ("graph_us", 1),
+            ("wall_us", 1),
+            ("kernels_over_ours", 2),
+            ("wall_over_ours", 2),
         )
     ]
-    return f"{name:48} {' '.join(cells)}  {figures.get('no_wait', '')}"
+    return f"{name:60} {' '.join(cells)}  {figures.get('no_wait', '')}"
 
 
-def write(
-    output: Path,
-    measured: dict[str, dict[str, float | bool]],
-    *,
-    tokens: int,
-    device: torch.device,
-) -> None:
+def variants(cases: list[Case], batch: Batch) -> Iterator[Variant]:
+    """What is measured of these tokens, in this order."""
+    tokens = batch.tokens
+    with_verl = importlib.util.find_spec("verl") is not None
+
+    def of_ours(kind: str) -> Iterator[Variant]:
+        for case in cases:
+            if kind != "any lengths" or case.large:
+                yield Variant(
+                    name=f"{case.name}, {kind}, {tokens:,}",
+                    make=partial(ours, case, batch, kind=kind),
+                    floor_bytes=case.bytes_per_token * tokens,
+                    compiled=kind != "eager",
+                    captured=kind != "eager",
+                )
+
+    def of_verl(kind: str) -> Iterator[Variant]:
+        for case in cases:
+            if case.verl is not None and with_verl:
+                yield Variant(
+                    name=f"verl {case.verl.mode}, padded, {kind}, {tokens:,}",
+                    make=partial(verls, case.verl, batch, compiled=kind == "compiled"),
+                    floor_bytes=case.bytes_per_token * tokens,
+                    compiled=kind == "compiled",
+                    captured=False,
+                    against=f"{case.name}, compiled, {tokens:,}",
+                )
+
+    if not with_verl:
+        print("verl is not installed; left out")
+    yield from of_ours("compiled")
+    yield from of_verl("eager")
+    yield from of_ours("eager")
+    yield from of_ours("any lengths")
+    yield from of_verl("compiled")
+
+
+def write(output: Path, measured: dict[str, Figures], *, tokens: int, device: torch.device) -> None:
     """What was measured so far, as JSON."""
     result = {
         "unit": "passes: multiples of reading every input and writing the gradient, once each",
@@ -360,11 +216,14 @@ def write(
 
 def main() -> None:
     """Measure, print, write."""
+    begin = time.perf_counter()
+    by_name = {case.name: case for case in CASES}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--only", nargs="*", help="names of cases, in this order")
+    parser.add_argument("--only", nargs="*", choices=list(by_name), help="cases, in this order")
+    parser.add_argument("--seconds", type=float, help="begin no variant after these")
     parser.add_argument(
         "--large", action="store_true", help="some cases at 16 times the tokens too"
     )
@@ -375,56 +234,36 @@ def main() -> None:
     # Inductor counts bytes only for this logger.
     compile_fx.inductor_metrics_log.setLevel(logging.INFO)
     compile_fx.inductor_metrics_log.propagate = False
-    measured: dict[str, dict[str, float | bool]] = {}
-    header = ("bytes", "kernels", "graph", "launches", "kernel us", "graph us", "wall us")
-    print(f"{'passes by':48} {' '.join(f'{h:>9}' for h in header)}  no wait")
-
-    def record(name: str, figures: dict[str, float | bool]) -> None:
-        measured[name] = figures
-        print(line(name, figures), flush=True)
-        if arguments.output:  # each time: a machine on loan may go before the end
-            write(arguments.output, measured, tokens=arguments.tokens, device=device)
-
-    sizes = [arguments.tokens, *([16 * arguments.tokens] if arguments.large else [])]
-    for tokens in sizes:
-        batch = Batch(tokens, device)
-        by_name = {case.name: case for case in CASES}
-        chosen = [
-            by_name[name]
-            for name in arguments.only or by_name
-            if tokens == arguments.tokens or by_name[name].large
-        ]
-        for case in chosen:
-            for kind in ("compiled", *(("any lengths",) if case.large else ()), "eager"):
-                torch.compiler.reset()
-                record(
-                    f"{case.name}, {kind}, {tokens:,}",
-                    measure(
-                        ours(case, batch, kind=kind),
-                        case.bytes_per_token * tokens,
-                        device,
-                        repeats=arguments.repeats,
-                        compiled=kind != "eager",
-                        captured=kind != "eager",
-                    ),
-                )
-        if importlib.util.find_spec("verl") is None:
-            print("verl is not installed; left out")
-            continue
-        for kind in ("eager", "compiled"):
-            for mode in ("vanilla", "gspo"):
-                torch.compiler.reset()
-                record(
-                    f"verl {mode}, padded, {kind}, {tokens:,}",
-                    measure(
-                        verls(mode, batch, compiled=kind == "compiled"),
-                        13 * tokens,
-                        device,
-                        repeats=arguments.repeats,
-                        compiled=kind == "compiled",
-                        captured=False,
-                    ),
-                )
+    measured: dict[str, Figures] = {}
+    failed: list[str] = []
+    header = (
+        *("bytes", "kernels", "graph", "launches", "kernel us", "graph us", "wall us"),
+        *("over ours", "its wall"),
+    )
+    print(f"{'passes by':60} {' '.join(f'{h:>9}' for h in header)}  no wait")
+    for tokens in [arguments.tokens, *([16 * arguments.tokens] if arguments.large else [])]:
+        chosen = [by_name[name] for name in arguments.only or by_name]
+        cases = [case for case in chosen if tokens == arguments.tokens or case.large]
+        for variant in variants(cases, Batch(tokens, device)):
+            if arguments.seconds and time.perf_counter() - begin > arguments.seconds:
+                print(f"{variant.name:60} left out: {arguments.seconds:g} s are over", flush=True)
+                continue
+            torch.compiler.reset()
+            figures = measured.setdefault(variant.name, {})
+            try:
+                measure(variant, figures, device, repeats=arguments.repeats)
+            except Exception:  # noqa: BLE001  # named at the end; the machine may not come back
+                traceback.print_exc()
+                failed.append(variant.name)
+            for key, ratio in (("kernel_us", "kernels_over_ours"), ("wall_us", "wall_over_ours")):
+                if variant.against and key in figures and key in measured.get(variant.against, {}):
+                    figures[ratio] = figures[key] / measured[variant.against][key]
+            print(line(variant.name, figures), flush=True)
+            if arguments.output:  # each time: a machine on loan may go before the end
+                write(arguments.output, measured, tokens=arguments.tokens, device=device)
+    print(f"{time.perf_counter() - begin:.0f} s")
+    if failed:
+        raise SystemExit(f"failed, see above: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

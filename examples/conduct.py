@@ -79,8 +79,9 @@ class RunSettings:
     folder: Path = Path("runs")
     """Holds one folder per run; relative to where the command is given."""
 
-    checkpoint_every: int = attrs.field(default=15, validator=attrs.validators.ge(1))
-    """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C."""
+    checkpoint_every: int | None = attrs.field(default=15)
+    """Optimizer steps between checkpoints; there is also one at the end and at Ctrl-C. None: there
+    is none at all, and a run that stops begins again at its first step."""
 
     max_restarts: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     """How often a run that loses a process of the trainer begins again at its last checkpoint by
@@ -103,6 +104,19 @@ class RunSettings:
     )
     """Cores that each trainer rank computes on, and a sampler whose `cpu_threads` says nothing;
     none: this process's, shared among the ranks."""
+
+    @checkpoint_every.validator
+    def _at_least_one(self, _: object, every: int | None) -> None:
+        if every is not None and every < 1:
+            raise ValueError(
+                f"run.checkpoint_every = {every}: expected a number of steps of at least 1, or "
+                "none for no checkpoint"
+            )
+
+    def keeps(self, step: int, *, ends: bool) -> bool:
+        """Whether there is a checkpoint of this step, with which the run may end."""
+        every = self.checkpoint_every
+        return every is not None and (ends or step % every == 0)
 
 
 OverlongPrompts = Literal["error", "drop"]
@@ -453,8 +467,8 @@ class Conductor:
                 display.update(step, metrics)
 
             def is_kept(step: int) -> bool:
-                last = step == self.loop.num_steps
-                return step % self.settings.checkpoint_every == 0 or last or stop.requested
+                ends = step == self.loop.num_steps or stop.requested
+                return self.settings.keeps(step, ends=ends)
 
             async def finish_step(step: int, metrics: dict[str, float]) -> bool:
                 await record(step, metrics)
@@ -647,7 +661,11 @@ def report(job: Job, folder: RunFolder, console: Console, *, finished: bool) -> 
         print_completions(pairs, console=console)
         lines += [
             f"model       {folder.path / 'model'}  (a Hugging Face folder)",
-            f"longer      {folder.resume_command(f'loop.num_steps={records[-1].step * 2}')}",
+            *(
+                [f"longer      {folder.resume_command(f'loop.num_steps={records[-1].step * 2}')}"]
+                if folder.store.latest() is not None
+                else []
+            ),
             *(f"try next    ./run {command}" for command in job.try_next),
         ]
     for line in lines:

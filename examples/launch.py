@@ -217,7 +217,14 @@ def check_keep_best(run: RunSettings, loop: LoopConfig) -> None:
     Raises:
         ValueError: with both intervals.
     """
-    if run.keep_best and math.lcm(run.checkpoint_every, loop.evaluate_every) >= loop.num_steps:
+    if not run.keep_best:
+        return
+    if run.checkpoint_every is None:
+        raise ValueError(
+            "run.keep_best = True keeps one of the checkpoints, and run.checkpoint_every says that "
+            "there are none; give it a number of steps, or leave keep_best out"
+        )
+    if math.lcm(run.checkpoint_every, loop.evaluate_every) >= loop.num_steps:
         raise ValueError(
             f"run.keep_best = True, but no step before the last of {loop.num_steps} is both "
             f"evaluated (loop.evaluate_every = {loop.evaluate_every}) and kept "

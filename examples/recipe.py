@@ -13,9 +13,10 @@ import attrs
 import torch
 from conduct import Job, OverlongPrompts, Problems, RunSettings, TrainLoop
 from grpo import LoopConfig
+from made_up import MadeUpModel, MadeUpWords
 from plan_device import find_device
 from plan_memory import EngineConfig
-from plan_model import read_model
+from plan_model import ModelFacts, read_model
 from run_plan import RunPlan, plan_run
 from tiny_models import Architecture, model_folder, sorting_problems, tiny_model
 from trainer import Engine, Scorer
@@ -99,7 +100,7 @@ class SortingDigits:
 class Recipe:
     """Everything that a run can be told."""
 
-    data: PromptFiles | SortingDigits | ColouredSquares
+    data: PromptFiles | SortingDigits | ColouredSquares | MadeUpWords
     """The problems."""
 
     loop: LoopConfig
@@ -185,6 +186,8 @@ def on_a_cpu(engine: EngineConfig, sampler: VllmConfig) -> Iterator[str]:
         return
     if isinstance(engine, FsdpConfig) and engine.compile_blocks:
         yield "engine.compile_blocks = True is for GPUs; set it to False"
+    if isinstance(engine, FsdpConfig) and engine.offload_activations:
+        yield "engine.offload_activations = True is for GPUs; set it to False"
     if engine.offload != "none":
         yield (
             f"engine.offload = {engine.offload!r}: on a CPU weights and optimizer are in the "
@@ -261,7 +264,7 @@ def plan_of(recipe: Recipe, device: str) -> RunPlan:
     return plan_run(
         engine=recipe.engine,
         sampler=recipe.sampler,
-        model=read_model(str(recipe.engine.model_path)),
+        model=facts_at(str(recipe.engine.model_path)),
         device=find_device(device),
         sampler_replicas=recipe.num_samplers,
         colocated=shares_devices,
@@ -276,10 +279,17 @@ def plan_of(recipe: Recipe, device: str) -> RunPlan:
     )
 
 
+def facts_at(path: str) -> ModelFacts:
+    """Sizes of a model, which need not be there if it is made up; see `read_model`."""
+    made_up = MadeUpModel.at(Path(path))
+    return read_model(path) if made_up is None else made_up.facts
+
+
 def needed_files(recipe: Recipe) -> list[Path]:
     """What the recipe reads and does not make."""
     model = Path(recipe.engine.model_path)
-    is_made = model in {model_folder(architecture) for architecture in get_args(Architecture)}
+    tiny = {model_folder(architecture) for architecture in get_args(Architecture)}
+    is_made = model in tiny or MadeUpModel.at(model) is not None
     files = [] if is_made else [model / "config.json"]
     if isinstance(recipe.data, PromptFiles):
         files += [*recipe.data.train, *recipe.data.heldout]
@@ -287,7 +297,10 @@ def needed_files(recipe: Recipe) -> list[Path]:
 
 
 def prepare_model(path: Path) -> Path:
-    """The model's folder; a tiny one is made if it is not there yet."""
+    """The model's folder; a tiny or made-up one is made if it is not there yet."""
+    made_up = MadeUpModel.at(path)
+    if made_up is not None:
+        return made_up.make()
     for architecture in get_args(Architecture):
         if path == model_folder(architecture):
             return tiny_model(architecture)

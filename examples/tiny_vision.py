@@ -95,13 +95,19 @@ def make(folder: Path) -> None:
         torch.set_num_threads(threads)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    # as published and as vLLM reads them: stacks of experts are [experts, in, out]; transformers
-    # writes its own layout for a model that was not loaded from such a folder
-    weights = {
+    save_file(as_published(model), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def as_published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights as Qwen3-VL-MoE is published and as vLLM reads it.
+
+    Stacks of experts are [experts, in, out]; transformers writes its own layout for a model that
+    was not loaded from such a folder.
+    """
+    return {
         name: (weight.transpose(1, 2) if ".experts." in name else weight).detach().contiguous()
         for name, weight in model.named_parameters()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def letter_processor() -> Qwen3VLProcessor:
@@ -113,23 +119,37 @@ def letter_processor() -> Qwen3VLProcessor:
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    pixels = (SIDE * SIDE // 4, 4 * SIDE * SIDE)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+    return processor_of(fast, patch=PATCH, smallest=SIDE * SIDE // 4, largest=4 * SIDE * SIDE)
+
+
+def processor_of(
+    tokenizer: PreTrainedTokenizerFast, *, patch: int, smallest: int, largest: int
+) -> Qwen3VLProcessor:
+    """A processor of pictures with the chat template of this file.
+
+    Args:
+        tokenizer: has the words of `SPECIAL`.
+        patch: pixels along one side of a patch.
+        smallest: pixels that a picture is scaled up to.
+        largest: pixels that it is scaled down to.
+    """
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(
-            patch_size=PATCH,
+            patch_size=patch,
             merge_size=MERGE,
-            size={"shortest_edge": pixels[0], "longest_edge": pixels[1]},
+            size={"shortest_edge": smallest, "longest_edge": largest},
             image_mean=[0.5] * 3,
             image_std=[0.5] * 3,
         ),
-        tokenizer=PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token=PAD,
-            eos_token=END,
-            chat_template=TEMPLATE,
-            clean_up_tokenization_spaces=False,
-        ),
-        video_processor=Qwen3VLVideoProcessor(patch_size=PATCH, merge_size=MERGE),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(patch_size=patch, merge_size=MERGE),
         chat_template=TEMPLATE,
     )
 

@@ -25,7 +25,9 @@ from pathlib import Path
 from conduct import RunSettings
 from grpo import LoopConfig, Run, loss_fn, rows_of
 from launch import main
+from made_up import MadeUpModel
 from recipe import PromptFiles, Recipe, make_job
+from slices import slice_of
 from tiny_models import model_folder
 from vision import SQUARE_COMPLETION, SQUARE_PROMPT, ColouredSquares
 
@@ -78,6 +80,21 @@ def full() -> Recipe:
     )
 
 
+def slice_() -> Recipe:
+    """Four layers and the whole vision tower on one device of 141 GB; see `slice_of`."""
+    return slice_of(
+        full(),
+        MadeUpModel(name="qwen3-vl-30b-a3b-instruct", num_layers=4),
+        num_steps=8,
+        groups_per_step=16,
+        max_prompt_tokens=320,
+        max_new_tokens=512,
+        max_tokens_per_micro_batch=8192,
+        gpu_memory_utilization=0.5,
+        picture_side=512,
+    )
+
+
 def tiny() -> Recipe:
     """On two CPU cores. Learning rate: docs/first_run.md."""
     model = str(model_folder("qwen3_vl_moe"))
@@ -127,6 +144,8 @@ async def train(run: Run) -> None:
                 return
 
 
+SIZES = {"full": full, "slice": slice_, "tiny": tiny}
+
 if __name__ == "__main__":
     job = functools.partial(make_job, name=NAME, title="Qwen3-VL-30B-A3B, VeOmni", loop=train)
-    sys.exit(main(Recipe, job, name=NAME, description=__doc__, sizes={"full": full, "tiny": tiny}))
+    sys.exit(main(Recipe, job, name=NAME, description=__doc__, sizes=SIZES))

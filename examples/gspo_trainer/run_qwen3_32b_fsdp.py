@@ -20,6 +20,7 @@ from pathlib import Path
 from conduct import RunSettings
 from grpo import LoopConfig, Run, loss_fn, rows_of
 from launch import main
+from made_up import MadeUpModel
 from recipe import (
     TINY_COMPLETION,
     PromptFiles,
@@ -28,6 +29,7 @@ from recipe import (
     make_job,
     tiny_sampler,
 )
+from slices import slice_of
 from tiny_models import model_folder
 
 from algos_gspo_dapo_grpo import GspoLoss
@@ -82,6 +84,20 @@ def full() -> Recipe:
     )
 
 
+def slice_() -> Recipe:
+    """Four layers on one device of 141 GB; see `slice_of`."""
+    return slice_of(
+        full(),
+        MadeUpModel(name="qwen3-32b", num_layers=4),
+        num_steps=8,
+        groups_per_step=16,
+        max_prompt_tokens=256,
+        max_new_tokens=512,
+        max_tokens_per_micro_batch=16384,
+        gpu_memory_utilization=0.5,
+    )
+
+
 def tiny() -> Recipe:
     """On two CPU cores.
 
@@ -126,6 +142,8 @@ async def train(run: Run) -> None:
                 return
 
 
+SIZES = {"full": full, "slice": slice_, "tiny": tiny}
+
 if __name__ == "__main__":
     job = functools.partial(make_job, name=NAME, title="Qwen3-32B, FSDP", loop=train)
-    sys.exit(main(Recipe, job, name=NAME, description=__doc__, sizes={"full": full, "tiny": tiny}))
+    sys.exit(main(Recipe, job, name=NAME, description=__doc__, sizes=SIZES))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from grpo_trainer.run_qwen3_30b_veomni import full
 from launch import main
 from recipe import Recipe, make_job
 from run_folder import RunFolder
-from tiny_models import model_folder
+from tiny_models import model_folder, tiny_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RECIPES = (
@@ -41,7 +42,7 @@ def run_here(recipe: str, *arguments: str) -> int:
         functools.partial(make_job, name=module.NAME, title="", loop=module.train),
         name=module.NAME,
         description=module.__doc__ or "",
-        sizes={"full": module.full, "tiny": module.tiny},
+        sizes=module.SIZES,
         argv=arguments,
     )
 
@@ -156,6 +157,30 @@ def test_a_model_that_sees_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_a_slice_is_the_recipe_on_one_device(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What the algorithm is stays as it is; a prediction needs no model, and refuses nothing."""
+    module = importlib.import_module(recipe.removesuffix(".py").replace("/", "."))
+    whole: Recipe = module.full()
+    part: Recipe = module.SIZES["slice"]()
+    assert part.engine.parallel.world_size == 1
+    assert part.sampler.num_devices == 1
+    assert part.sampler.enable_sleep
+    assert part.loop.loss == whole.loop.loss
+    assert part.loop.group_size == whole.loop.group_size
+    assert part.loop.max_staleness == whole.loop.max_staleness
+    assert part.loop.num_steps >= 2 * part.loop.publish_every
+    assert attrs.evolve(part.engine, model_path="", parallel=whole.engine.parallel) == (
+        attrs.evolve(whole.engine, model_path="")
+    )
+    assert run_here(recipe, "--size", "slice", "--dry-run", f"run.folder={tmp_path}") == 0
+    shown = capsys.readouterr().out
+    assert "no prediction" not in shown
+    assert "refused" not in shown.split("# refused on this machine")[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_laptop_shows_the_full_size(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +220,7 @@ def test_a_layout_that_does_not_fit_is_found_on_a_laptop(
 
 def test_a_tiny_run_that_cannot_be_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Three ranks cannot share four heads, on a CPU as elsewhere."""
+    tiny_model("qwen3")  # whose sizes the prediction reads
     three = ("--size", "tiny", "--dry-run", "engine.parallel.ulysses_size=3")
     assert run_here(RECIPES[2], *three) == 0
     assert "# what is predicted for cpu: see `refused` above" in capsys.readouterr().out

@@ -131,7 +131,7 @@ def carry_run(c: Composed, sheet: Sheet, rhythm: Rhythm) -> None:
             "run.checkpoint_every",
             rhythm.num_steps,
             "trainer.save_freq",
-            note="off in verl; here there is one at the end in any case",
+            note="off in verl; here at the end, to go on from; none leaves that out too",
         )
 
 

@@ -69,7 +69,7 @@ class Sequences:
             _check_boundaries(cu_seqlens, num_tokens)
         offsets = cu_seqlens.to(torch.int32)
         places = torch.arange(num_tokens, dtype=torch.int32, device=offsets.device)
-        return cls(sequence_ids=_owners(offsets[1:], places), offsets=offsets)
+        return cls(sequence_ids=_owners(offsets, places), offsets=offsets)
 
     @classmethod
     def padded(cls, *, batch: int, time: int, device: torch.device | None = None) -> "Sequences":
@@ -140,12 +140,15 @@ def _check_boundaries(cu_seqlens: Int[Tensor, " sequences_plus_1"], num_tokens: 
             )
 
 
-def _owners(ends: Int[Tensor, " sequences"], places: Int[Tensor, " *places"]) -> Tensor:
-    """The sequence of each place, by where sequences end."""
-    owners = torch.searchsorted(ends.contiguous(), places, right=True, out_int32=True)
+def _owners(
+    offsets: Int[Tensor, " sequences_plus_1"], places: Int[Tensor, " *places"]
+) -> Int[Tensor, " *places"]:
+    """The sequence of each place, by where sequences begin."""
+    # Not among the ends, offsets[1:]: torch 2.11 cannot compile a search in a slice for a GPU.
+    owners = torch.searchsorted(offsets, places, right=True, out_int32=True) - 1
     # A compiled kernel has a last block that is not full, and runs its idle threads on places
     # beyond the end. torch 2.11 checks their index too, and stops at one out of bounds.
-    return owners.clamp(max=ends.shape[0] - 1)
+    return owners.clamp(0, offsets.shape[0] - 2)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Tensor) -> Tensor:
@@ -185,7 +188,7 @@ def _summed_pieces(
 
     bounds = offsets // _PIECE + count_to(num_sequences + 1)
     rows = count_to(num_places // _PIECE + num_sequences)
-    owners = _owners(bounds[1:], rows)
+    owners = _owners(bounds, rows)
     places = (rows - owners).unsqueeze(1) * _PIECE + count_to(_PIECE)
     owned = (places >= offsets[owners].unsqueeze(1)) & (places < offsets[owners + 1].unsqueeze(1))
     return torch.where(owned, values[places.clamp(0, num_places - 1)], 0.0).sum(1), bounds
