@@ -1,6 +1,6 @@
 # `./run just check` on a laptop is what CI does; every other word is a part of it.
 
-check: lint types imports wheels docs test
+check: lint types imports wheels docs test eight-bit
 
 # formatting, rules, the lock
 lint:
@@ -27,6 +27,10 @@ docs:
 # README and documentation examples included; needs no accelerator
 test *args:
     pytest {{args}}
+
+# with torchao, which would slow down and warn at every other start if it were installed
+eight-bit *args:
+    uv run --no-sync --with 'torchao>=0.18,<0.19' pytest packages/engine-fsdp/tests/test_eight_bit.py {{args}}
 
 # what a change to one package needs: the tests that take seconds
 quick *args:

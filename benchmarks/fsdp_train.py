@@ -3,165 +3,62 @@
 The reference is what one would write by hand with the same parts: transformers' model in bfloat16,
 torch's variable-length attention, compiled blocks, whole logits in micro-batches, fused AdamW on
 the bfloat16 weights. Engine, reference and the ceiling (a product of two 8192 x 8192 matrices of
-random bfloat16 numbers) run one after the other in this process, on random weights.
+random bfloat16 numbers) run one after the other in this process, on the same random weights.
 
 Counted are six operations per weight and token (weights that are multiplied: an embedding that is
 no head as well does not count) and causal attention, 6 * layers * heads * head_dim * length per
 token. What activation checkpointing computes again is not counted.
 
+float32 master weights, gradient and moments and a bfloat16 copy take 18 bytes per weight, so that
+all 36 blocks of Qwen3-8B do not fit a GPU of 141 GB (`engine_fsdp.plan`: 168 GB). They do with
+moments in 8 bits (128 GB); with float32 moments 26 blocks and the whole head do (132 GB), and
+operations are counted for these.
+
     python benchmarks/fsdp_train.py --kept-logits-gib 6 --output benchmarks/results/fsdp_train.json
-    torchrun --nproc-per-node 2 benchmarks/fsdp_train.py --kept-logits-gib 6
+    python benchmarks/fsdp_train.py --sizes qwen3-8b --layers 26 --checkpointing full \
+        --kept-logits-gib 6 --parts plain --repeats 3 --warmup 1   # or --eight-bit-moments
+    torchrun --nproc-per-node 2 benchmarks/fsdp_train.py --kept-logits-gib 6 --parts logprobs
 """
 
 import argparse
 import gc
-import json
 import os
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from fsdp_parts import (
+    SIZES,
+    EngineRun,
+    Report,
+    ceiling,
+    model_config,
+    model_folder,
+    operations_per_token,
+    peak,
+    random_model,
+    seconds_of,
+    synchronize,
+    token_rows,
+    without_head,
+)
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
+from transformers import AttentionInterface, Qwen3Config
 
-from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
 from engine_fsdp.attention_varlen import flash_kernel
 from parallel_state import ParallelState
 from parallel_state.process_group import init_process_group
-from rl_contracts import PolicyVersion, Trajectory
-from rl_contracts.packing import pack
-from rl_contracts.train import LossOutput, PackedBatch
 
-SIZES: dict[str, dict[str, Any]] = {
-    "qwen3-1.7b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "tie_word_embeddings": True,
-    },
-}
-"""Of Qwen/Qwen3-1.7B and Qwen/Qwen3-8B (their config.json), and one to see that it runs."""
-
-VOCAB_SIZE = 151936
 PLAIN_TOKENS = 8192
 """Tokens of the reference's micro-batches, whose logits exist as a whole."""
 
-
-def model_config(sizes: str, layers: int | None) -> Qwen3Config:
-    """Sizes as a transformers config."""
-    given = {
-        "vocab_size": VOCAB_SIZE,
-        "head_dim": 128,
-        "num_key_value_heads": 8 if sizes != "tiny" else 1,
-        "max_position_embeddings": 40960,
-        "dtype": "bfloat16",
-        **SIZES[sizes],
-    }
-    if layers is not None:
-        given["num_hidden_layers"] = layers
-    return Qwen3Config.from_dict(given)
-
-
-def write_model(folder: Path, config: Qwen3Config, device: torch.device) -> None:
-    """Random weights of a config."""
-    torch.manual_seed(0)
-    with device:
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-
-
-def token_rows(num_rows: int, length: int) -> list[list[int]]:
-    """Token ids of every row."""
-    generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
-    rows: list[list[int]] = torch.randint(
-        VOCAB_SIZE, (num_rows, length), generator=generator
-    ).tolist()
-    return rows
-
-
-def packed(rows: list[list[int]], *, max_tokens: int, last_only: bool = False) -> list[PackedBatch]:
-    """The rows as micro-batches in which every token but the first is learnt from, or the last."""
-    trajectories = [
-        Trajectory(
-            trajectory_id=str(index),
-            group_id="g",
-            token_ids=tuple(row),
-            loss_mask=(False,) + (not last_only,) * (len(row) - 2) + (True,),
-            rollout_logprobs=(-1.0,) * len(row),
-            oldest_version=PolicyVersion(0),
-            newest_version=PolicyVersion(0),
-        )
-        for index, row in enumerate(rows)
-    ]
-    (batches,) = pack(trajectories, [1.0] * len(rows), max_tokens=max_tokens)
-    return batches
-
-
-def seconds_of(work: Callable[[], object], *, repeats: int, warmup: int = 2) -> float:
-    """Median wall time."""
-    for _ in range(warmup):
-        work()
-    measured = []
-    for _ in range(repeats):
-        _synchronize()
-        begin = time.perf_counter()
-        work()
-        _synchronize()
-        measured.append(time.perf_counter() - begin)
-    return statistics.median(measured)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def ceiling(device: torch.device) -> float:
-    """Operations per second of a large product of bfloat16 matrices of random numbers.
-
-    Many in a row, after a second of them: clocks follow the load within tenths of a second.
-    """
-    size, in_a_row = (8192, 100) if device.type == "cuda" else (256, 2)
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def products() -> None:
-        for _ in range(in_a_row):
-            left @ right
-
-    return in_a_row * 2 * size**3 / seconds_of(products, repeats=5, warmup=7)
-
-
-def operations_per_token(config: Any, length: int) -> float:  # noqa: ANN401  # transformers' own
-    """Of a training step."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    if not config.tie_word_embeddings:
-        weights -= config.vocab_size * config.hidden_size
-    width = config.num_attention_heads * config.head_dim
-    return float(6 * weights + 6 * config.num_hidden_layers * width * length)
+PARTS = ("head", "logprobs", "plain")
+"""Of the measurement, after the engine's step: the step without the head, a forward pass, and the
+reference."""
 
 
 def varlen_attention(
@@ -181,16 +78,20 @@ def varlen_attention(
 
 
 def plain_step(
-    folder: Path, rows: list[list[int]], device: torch.device, *, compiled: bool, recompute: bool
+    config: Qwen3Config,
+    rows: list[list[int]],
+    device: torch.device,
+    *,
+    compiled: bool,
+    recompute: bool,
 ) -> Callable[[], None]:
     """The step by hand."""
     AttentionInterface.register("plain_varlen", varlen_attention)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
+    model = random_model(
+        config,
+        device,
         attn_implementation="plain_varlen" if device.type == "cuda" else "sdpa",
     )
-    model.to(device)
     model.train()
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -227,7 +128,9 @@ def plain_step(
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", choices=list(SIZES), default="qwen3-1.7b")
     parser.add_argument("--layers", type=int, help="another number of blocks")
     parser.add_argument("--rows", type=int, default=16)
@@ -235,15 +138,18 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32768, help="of a micro-batch")
     parser.add_argument("--checkpointing", choices=["none", "full", "selective"], default="none")
     parser.add_argument("--kept-logits-gib", type=float, default=0.25)
+    parser.add_argument("--eight-bit-moments", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-plain", action="store_true", help="the engine only")
-    parser.add_argument("--no-logprobs", action="store_true", help="training steps only")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="besides a step")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="steps after the first")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     parser.add_argument("--output", type=Path, help="JSON file")
     arguments = parser.parse_args()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if "plain" in arguments.parts and world_size > 1:
+        parser.error("the reference is for one rank: leave plain out of --parts")
     device = torch.device("cpu")
     if arguments.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -254,171 +160,129 @@ def main() -> None:
         init_method="env://" if world_size > 1 else None,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
-    config = model_config(arguments.sizes, arguments.layers)
-    rows = token_rows(arguments.rows, arguments.length)
-    with tempfile.TemporaryDirectory() as name:
-        folder = [str(Path(name) / "model")]
-        if rank == 0:
-            write_model(Path(folder[0]), config, device)
-        if world_size > 1:
-            dist.broadcast_object_list(folder, device=torch.device("cpu"))
-        measure(arguments, config, Path(folder[0]), rows, device)
-        if world_size > 1:
-            dist.barrier()
+    measure(arguments, device)
     dist.destroy_process_group()
 
 
-def report(result: dict[str, object], output: Path | None, **new: object) -> None:
-    """Add to the result, and print and write it at once: the machine may be taken away."""
-    result.update({name.replace("_", " "): value for name, value in new.items()})
-    if dist.get_rank() == 0:
-        for name, value in new.items():
-            shown = f"{value:.4g}" if isinstance(value, float) else value
-            print(f"{name.replace('_', ' '):40} {shown}", flush=True)
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def measure(
-    arguments: argparse.Namespace,
-    config: Qwen3Config,
-    folder: Path,
-    rows: list[list[int]],
-    device: torch.device,
-) -> None:
+def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     """Ceiling, engine, reference."""
-    note = partial(report, {}, arguments.output)
+    note = Report(arguments.output)
+    config = model_config(arguments.sizes, arguments.layers)
+    rows = token_rows(config.vocab_size, arguments.rows, arguments.length)
+    compiled = device.type == "cuda" and not arguments.no_compile
     per_second = ceiling(device)
-    of_ceiling = (
-        arguments.rows
-        * arguments.length
-        * operations_per_token(config, arguments.length)
-        / per_second
-    )
+    num_tokens = arguments.rows * arguments.length
+    of_ceiling = num_tokens * operations_per_token(config, arguments.length) / per_second
     note(
         sizes=arguments.sizes,
         layers=config.num_hidden_layers,
+        layers_of_the_published_model=SIZES[arguments.sizes]["num_hidden_layers"],
         ranks=dist.get_world_size(),
         rows_per_rank=arguments.rows,
         tokens_per_row=arguments.length,
         most_tokens_per_micro_batch=arguments.max_tokens,
         activation_checkpointing=arguments.checkpointing,
-        compiled_blocks=device.type == "cuda" and not arguments.no_compile,
+        moments="8 bits" if arguments.eight_bit_moments else "float32",
+        compiled_blocks=compiled,
         most_kept_logits_GiB=arguments.kept_logits_gib,
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         ceiling_TFLOP_per_s=per_second / 1e12,
     )
-    step = engine_step(arguments, folder, rows, device, note)
-    train = partial(step, "training")
-    engine_seconds = seconds_of(train, repeats=arguments.repeats)
-    with_head = peak(device, "engine")
-    note(
-        engine_step_s=engine_seconds,
-        engine_tokens_per_s_per_rank=arguments.rows * arguments.length / engine_seconds,
-        engine_share_of_the_ceiling=of_ceiling / engine_seconds,
-        **with_head,
-    )
-    if device.type == "cuda":
-        step("training without the head")
-        without_head = peak(device, "engine_without_head")
-        note(
-            **without_head,
-            peak_over_that_without_head=with_head["engine_peak_GB"]
-            / without_head["engine_without_head_peak_GB"],
-        )
-    if arguments.profile:
-        profile(train)
-    if not arguments.no_logprobs:
-        forward_seconds = seconds_of(partial(step, "logprobs"), repeats=arguments.repeats)
-        note(
-            engine_logprobs_s=forward_seconds,
-            logprobs_rate_over_training_rate=engine_seconds / forward_seconds,
-        )
-    del step, train
-    if arguments.no_plain or dist.get_world_size() > 1:
-        return
-    gc.collect()
-    peak(device, "")
-    torch.compiler.reset()
-    plain = plain_step(
-        folder,
-        rows,
-        device,
-        compiled=device.type == "cuda" and not arguments.no_compile,
-        recompute=arguments.checkpointing != "none",
-    )
-    plain_seconds = seconds_of(plain, repeats=arguments.repeats)
-    note(
-        plain_step_s=plain_seconds,
-        plain_share_of_the_ceiling=of_ceiling / plain_seconds,
-        plain_over_engine=plain_seconds / engine_seconds,
-        **peak(device, "plain"),
-    )
+    with note.part("engine"):
+        measure_engine(arguments, config, rows, device, note, of_ceiling=of_ceiling)
+    if "plain" in arguments.parts:
+        gc.collect()
+        peak(device, "")
+        torch.compiler.reset()
+        with note.part("plain"):
+            plain = plain_step(
+                config,
+                rows,
+                device,
+                compiled=compiled,
+                recompute=arguments.checkpointing != "none",
+            )
+            plain()
+            seconds = seconds_of(plain, repeats=arguments.repeats, warmup=arguments.warmup)
+            note(
+                plain_step_s=seconds,
+                plain_share_of_the_ceiling=of_ceiling / seconds,
+                **peak(device, "plain"),
+            )
+            engine_seconds = note.found.get("engine step s")
+            if isinstance(engine_seconds, float):
+                note(plain_over_engine=seconds / engine_seconds)
+    note.finish()
 
 
-def peak(device: torch.device, who: str) -> dict[str, float]:
-    """The most memory in use since the last call, if it is a GPU's."""
-    if device.type != "cuda":
-        return {}
-    most = torch.cuda.max_memory_allocated() / 1e9
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return {f"{who}_peak_GB": most}
-
-
-def engine_step(
+def measure_engine(
     arguments: argparse.Namespace,
-    folder: Path,
+    config: Qwen3Config,
     rows: list[list[int]],
     device: torch.device,
-    note: Callable[..., None],
-) -> Callable[[Literal["training", "logprobs", "training without the head"]], None]:
-    """What the engine is asked for; compiles on the way."""
-    world_size = dist.get_world_size()
-    engine = FsdpEngine(
-        FsdpConfig(
-            model_path=str(folder),
-            optim=OptimConfig(learning_rate=1e-6),
+    note: Report,
+    *,
+    of_ceiling: float,
+) -> None:
+    """The engine's step; and without its head, and its forward pass, if asked for."""
+    begin = time.perf_counter()
+    with model_folder(config, device) as folder:
+        note(model_written_s=time.perf_counter() - begin)
+        begin = time.perf_counter()
+        run = EngineRun(
+            folder,
+            rows,
+            device,
+            max_tokens=arguments.max_tokens,
             compile_blocks=device.type == "cuda" and not arguments.no_compile,
             activation_checkpointing=arguments.checkpointing,
             kept_logits_gib=arguments.kept_logits_gib,
-            parallel=ParallelState(dp_size=world_size),
-        ),
-        device=device,
-    )
-    batches, without_head = (
-        packed(rows, max_tokens=arguments.max_tokens, last_only=last_only)
-        for last_only in (False, True)
-    )
-    total = arguments.rows * (arguments.length - 1) * world_size
-
-    def loss_fn(policy_logprobs: Float[Tensor, " tokens"], _: PackedBatch) -> LossOutput:
-        return LossOutput(loss=-policy_logprobs.sum() / total, metrics={})
-
-    def step(what: Literal["training", "logprobs", "training without the head"]) -> None:
-        if what == "logprobs":
-            engine.logprobs(batches)
-            return
-        engine.forward_backward(batches if what == "training" else without_head, loss_fn)
-        engine.optim_step()
-
+            eight_bit_moments=arguments.eight_bit_moments,
+            parallel=ParallelState(dp_size=dist.get_world_size()),
+        )
+        note(engine_loaded_s=time.perf_counter() - begin)
     begin = time.perf_counter()
-    step("training")
-    _synchronize()
+    run.train()
+    synchronize()
     note(engine_first_step_s=time.perf_counter() - begin)
     peak(device, "")
-    return step
+    seconds = seconds_of(run.train, repeats=arguments.repeats, warmup=arguments.warmup)
+    with_head = peak(device, "engine")
+    note(
+        engine_step_s=seconds,
+        engine_tokens_per_s_per_rank=arguments.rows * arguments.length / seconds,
+        engine_share_of_the_ceiling=of_ceiling / seconds,
+        **with_head,
+    )
+    if arguments.profile:
+        profile(run.train)
+    if "head" in arguments.parts and device.type == "cuda":
+        with without_head():
+            run.train()
+        without = peak(device, "engine_without_head")
+        note(
+            **without,
+            peak_over_that_without_head=with_head["engine_peak_GB"]
+            / without["engine_without_head_peak_GB"],
+        )
+    if "logprobs" in arguments.parts:
+        forward_seconds = seconds_of(
+            run.logprobs, repeats=arguments.repeats, warmup=max(1, arguments.warmup)
+        )
+        note(
+            engine_logprobs_s=forward_seconds,
+            logprobs_rate_over_training_rate=seconds / forward_seconds,
+        )
 
 
-def profile(step: Callable[[], None]) -> None:
+def profile(step: Callable[[], object]) -> None:
     """Kernels by their share of one step."""
     from torch.profiler import ProfilerActivity, profile as recorded  # noqa: PLC0415
 
     with recorded(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
         step()
-        _synchronize()
+        synchronize()
     kernels: dict[str, list[float]] = {}
     for event in run.events():
         # Spans that the CPU named are on the GPU's side as well; they are no kernels.

@@ -274,12 +274,12 @@ def conduct(
         "GLOO_SOCKET_IFNAME": "lo",
         **({} if placement.device.kind == "cpu" else {"NCCL_SOCKET_IFNAME": "lo"}),
     }
-    weights = Path(tempfile.mkdtemp(prefix="rl-weights-", dir=shared_memory()))
+    scratch = Path(tempfile.mkdtemp(prefix="rl-weights-", dir=shared_memory()))
     with local_cluster(
         num_cpus=job.parallel.world_size + job.num_samplers + settings.graders,
         environment=environment,
         keep_logs_in=folder.path / "logs",
-        scratch=weights,
+        scratch=scratch,
     ) as cluster:
         conductor = Conductor(
             job=job,
@@ -293,7 +293,7 @@ def conduct(
             begin=time.monotonic(),
         )
         try:
-            finished = asyncio.run(conductor.run(cluster, weights))
+            finished = asyncio.run(conductor.run(cluster, scratch))
         except asyncio.CancelledError as error:
             raise KeyboardInterrupt from error
     report(job, folder, console, finished=finished)
@@ -301,7 +301,7 @@ def conduct(
 
 
 def shared_memory() -> Path:
-    """A folder in memory where there is one: weights go through it."""
+    """A folder in memory where there is one: weights go through it on CPUs."""
     shm = Path("/dev/shm")  # noqa: S108  # a private folder is made inside it
     return shm if shm.is_dir() else Path(tempfile.gettempdir())
 
@@ -350,7 +350,7 @@ class Conductor:
     checkpoint: Checkpoint | None
     begin: float
 
-    async def run(self, cluster: Cluster, weights: Path) -> bool:
+    async def run(self, cluster: Cluster, scratch: Path) -> bool:
         """Start the actors, run the loop, save the model; False if Ctrl-C came first."""
         with interruptible() as stop:
             scheduler = scheduler_of(self.loop, self.folder)
@@ -359,7 +359,8 @@ class Conductor:
                 self.job.make_engine,
                 self.job.make_reference,
                 placement=self.placement,
-                weights=weights,
+                scratch=scratch,
+                devices_per_sampler=self.job.sampler.num_devices,
                 ulysses_size=self.job.parallel.ulysses_size,
                 offloaded=self.job.offloaded,
             )

@@ -411,7 +411,7 @@ class Run:
 
         async def publish(_: PolicyVersion) -> None:
             begin = time.monotonic()
-            await self.sampler.load_published(await self.trainer.publish(self.dtype))
+            await self.sampler.load_from(self.trainer.weights(self.dtype))
             self.published_s = time.monotonic() - begin
 
         def oldest_version(group: Group) -> PolicyVersion:
@@ -471,6 +471,8 @@ class Run:
             "throughput/trained/tokens_per_second": rows.metrics["batch/trained/tokens"]
             / result.seconds,
         }
+        if result.peak_bytes:
+            metrics["memory/device/max"] = float(result.peak_bytes)
         if self.publishes_at(step):
             metrics["time/publish/seconds"] = self.published_s
         self.step_began = now

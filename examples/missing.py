@@ -8,6 +8,7 @@ from conduct import Job, shared_memory
 from plan_memory import DTYPE_BYTES
 
 from rl_contracts.pretrained import folder_shapes
+from rollout_vllm.weights_stream import BUCKET_BYTES
 
 
 def what_is_missing(job: Job) -> list[str]:
@@ -15,14 +16,16 @@ def what_is_missing(job: Job) -> list[str]:
     missing = [
         f"expected the file {path}, and there is none" for path in job.needs if not path.is_file()
     ]
-    # Two versions of the weights: one is taken while the next is written.
-    needed = 2 * num_weights(Path(job.sampler.model)) * DTYPE_BYTES[job.sampler.dtype]
+    if job.sampler.device != "cpu":
+        return missing  # weights never leave the devices
+    size = num_weights(Path(job.sampler.model)) * DTYPE_BYTES[job.sampler.dtype]
+    needed = min(size, BUCKET_BYTES)
     free = shutil.disk_usage(shared_memory()).free
     if needed > free:
         missing.append(
-            f"weights pass from the trainer to the samplers through {shared_memory()}, where "
-            f"{free / 2**30:.3g} GiB are free and two versions of {job.sampler.model} take about "
-            f"{needed / 2**30:.3g}; enlarge it (docker: --shm-size)"
+            f"on CPUs weights pass from the trainer to the samplers through a bucket in "
+            f"{shared_memory()}, where {free / 2**30:.3g} GiB are free; for "
+            f"{job.sampler.model} it takes {needed / 2**30:.3g}; enlarge it (docker: --shm-size)"
         )
     return missing
 

@@ -81,7 +81,8 @@ def place(
         environ: where `device` was looked for.
 
     Raises:
-        ValueError: if the sampler is for another kind of device, or there are too few.
+        ValueError: if the sampler is for another kind of device, there are too few, or a sampler
+            shares a device with no rank.
     """
     if sampler.device != device.torch_device_type or device.kind not in ("cpu", "cuda"):
         raise ValueError(
@@ -104,6 +105,13 @@ def place(
             f"{num_samplers} samplers of {sampler.num_devices} devices; this machine shows "
             f"{len(ids)}: {', '.join(ids)}. Give the engine or the samplers fewer, or run on a "
             "larger machine; this loop uses the devices of one"
+        )
+    if shared and of_samplers > num_ranks:
+        raise ValueError(
+            f"expected a trainer rank on every device of a sampler that shares devices, since each "
+            f"engine process takes its weights from the rank beside it; got {num_ranks} ranks "
+            f"(engine.parallel) and {num_samplers} samplers of {sampler.num_devices} devices. Give "
+            "the engine more devices, or the samplers fewer"
         )
     first = 0 if shared else num_ranks
     size = sampler.num_devices

@@ -199,7 +199,7 @@ def _phases(
         Phase(name="sampling", parts={**parked, **sampling}, usable=usable),
         Phase(
             name="weight update",
-            parts={**resident, **(awake if sleeps else sampling), **bucket},
+            parts={**resident, **reference, **(awake if sleeps else sampling), **bucket},
             usable=usable,
         ),
     )

@@ -72,6 +72,8 @@ def describe_engine(engine: EngineConfig) -> str:
         words.append(f"checkpointing {checkpointing}")
     if isinstance(engine, FsdpConfig) and engine.compile_blocks:
         words.append("compiled")
+    if isinstance(engine, FsdpConfig) and engine.offload_activations:
+        words.append("inputs on the host")
     if engine.offload != "none":
         words.append("parameters on the host")
     return " ".join(words)

@@ -14,6 +14,7 @@ from typing import Final, final
 
 import attrs
 from plan_model import ModelFacts
+from plan_optimizer import moment_bytes, trained_weights
 
 from engine_fsdp import FsdpConfig, MemoryPlan, plan
 from engine_fsdp.config import ActivationCheckpointing
@@ -70,6 +71,9 @@ class TrainerMemory:
 
     host: int
     """In the host's memory, for each device, while a sampler has the device or at all times."""
+
+    inputs_on_host: int
+    """Inputs of blocks that wait there beside that, for each device."""
 
     @property
     def peak(self) -> int:
@@ -154,54 +158,34 @@ def trainer_memory(
     shared = -(-tokens // engine.parallel.ulysses_size)
     is_offloaded = engine.offload == "parameters"
     total = model.counts.total
-    trained, moments = _trained(engine, model)
+    trained, moments = trained_weights(engine, model), moment_bytes(engine, model)
     kept, head, working = (
         _kept_by_plan(engine, model, shared)
         if isinstance(engine, FsdpConfig) and uses_plan(engine, model)
         else _kept_by_formula(engine, model, shared)
     )
-    resident = 4 * (total + trained + moments) // shards
+    resident = (4 * (total + trained) + moments) // shards
     return TrainerMemory(
         weights=0 if is_offloaded else 4 * total // shards,
         gradient=0 if is_offloaded else 4 * trained // shards,
-        moments=0 if is_offloaded else 4 * moments // shards,
+        moments=0 if is_offloaded else moments // shards,
         gathered=_gathered(engine, model),
         activations=kept,
         head=head,
         working=working,
         library=_LIBRARY_BYTES,
         num_micro_batches=num_micro_batches,
-        host=resident if is_offloaded else 4 * (total + moments) // shards,
+        host=resident if is_offloaded else (4 * total + moments) // shards,
+        inputs_on_host=_inputs_on_host(engine, model, shared),
     )
 
 
-def _trained(engine: EngineConfig, model: ModelFacts) -> tuple[int, int]:
-    """Weights that are trained, and moments of the optimizer."""
-    counts = model.counts
-    if isinstance(engine, VeomniConfig):
-        return counts.total, 2 * counts.total
-    trained = counts.total
-    if engine.lora is not None:
-        trained = _adapters(engine, model)
-    matrices = counts.attention + counts.dense_mlp + counts.router
-    moments = 2 * trained - (matrices if engine.muon is not None else 0)
-    return trained, moments
-
-
-def _adapters(engine: FsdpConfig, model: ModelFacts) -> int:
-    hidden, inner = model.hidden_size, model.intermediate_size
-    sides = {
-        "q_proj": hidden + model.query_size,
-        "k_proj": hidden + model.key_value_size,
-        "v_proj": hidden + model.key_value_size,
-        "o_proj": hidden + model.query_size,
-        "gate_proj": hidden + inner,
-        "up_proj": hidden + inner,
-        "down_proj": hidden + inner,
-    }
-    assert engine.lora is not None  # noqa: S101  # asked by the caller
-    width = sum(sides.get(name, 0) for name in engine.lora.target_modules)
-    return engine.lora.rank * width * model.num_hidden_layers
+def _inputs_on_host(engine: EngineConfig, model: ModelFacts, tokens: int) -> int:
+    """Pinned buffers, one for each block, whose sizes torch rounds up; see `FsdpConfig`."""
+    if isinstance(engine, VeomniConfig) or not engine.offload_activations:
+        return 0
+    one = tokens * model.hidden_size * DTYPE_BYTES[engine.compute_dtype]
+    return model.num_hidden_layers << (one - 1).bit_length()
 
 
 def _gathered(engine: EngineConfig, model: ModelFacts) -> int:
@@ -230,7 +214,12 @@ def _kept_by_plan(engine: FsdpConfig, model: ModelFacts, tokens: int) -> tuple[i
         settings = {**model.config, "num_hidden_layers": num_layers, "vocab_size": vocab}
         settings.pop("layer_types", None)  # one per layer
         text = json.dumps(settings, sort_keys=True)
-        return _plan_of(text, kind, engine.kept_logits_gib, tokens)
+        on_host = engine.offload_activations
+        return _plan_of(text, kind, engine.kept_logits_gib, tokens, on_host=on_host)
+
+    if engine.offload_activations:  # the device holds two inputs however many blocks there are
+        few = of_slice(min(layers, 2), checkpointing, model.vocab_size)
+        return few.activations, few.head, few.working
 
     one, two = (of_slice(few, checkpointing, model.vocab_size) for few in (1, 2))
     per_layer = two.activations - one.activations
@@ -249,7 +238,12 @@ def _kept_by_plan(engine: FsdpConfig, model: ModelFacts, tokens: int) -> tuple[i
 
 @functools.cache
 def _plan_of(
-    config: str, checkpointing: ActivationCheckpointing, kept_logits_gib: float, tokens: int
+    config: str,
+    checkpointing: ActivationCheckpointing,
+    kept_logits_gib: float,
+    tokens: int,
+    *,
+    on_host: bool,
 ) -> MemoryPlan:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
@@ -258,6 +252,7 @@ def _plan_of(
                 model_path=folder,
                 optim=OptimConfig(learning_rate=1e-6),
                 activation_checkpointing=checkpointing,
+                offload_activations=on_host,
                 kept_logits_gib=kept_logits_gib,
             ),
             tokens=tokens,
@@ -283,7 +278,7 @@ def _kept_by_formula(engine: EngineConfig, model: ModelFacts, tokens: int) -> tu
     """The same three for experts, float32 and engine-veomni."""
     element = DTYPE_BYTES[engine.compute_dtype]
     layer = tokens * _layer_elements(engine, model) * element
-    per_layer = layer
+    per_layer, layers = layer, model.num_hidden_layers
     match engine.activation_checkpointing:
         case True | "full":
             per_layer = tokens * model.hidden_size * element
@@ -291,6 +286,8 @@ def _kept_by_formula(engine: EngineConfig, model: ModelFacts, tokens: int) -> tu
             per_layer = layer // 3  # 28 % of what a dense model keeps, by engine_fsdp.plan
         case _:
             pass
+    if isinstance(engine, FsdpConfig) and engine.offload_activations:
+        layers = 1  # the input that left last, or comes next
     rows = _CHUNK_BYTES // (4 * model.vocab_size)
     logits = rows * model.vocab_size
     head, in_head = 0, 2 * element * logits
@@ -306,7 +303,7 @@ def _kept_by_formula(engine: EngineConfig, model: ModelFacts, tokens: int) -> tu
         experts = model.counts.experts // model.num_sparse_layers
         local -= experts - experts // engine.parallel.extra_parallel_sizes["ep"]
     return (
-        per_layer * model.num_hidden_layers,
+        per_layer * layers,
         head,
         max(in_head, recomputed + 4 * local),
     )

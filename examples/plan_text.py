@@ -101,9 +101,12 @@ def _memory(setting: Setting, given: Assessment) -> list[str]:
     lines.append(f"  {'total':<{_NAME - 2}}" + "".join(_gib(p.total) for p in given.phases))
     left = (phase.usable - phase.total for phase in given.phases)
     lines.append(f"  {'free':<{_NAME - 2}}" + "".join(map(_gib, left)))
-    if given.trainer.host and (given.parking != NO_TIME or given.trainer.weights == 0):
-        host = f"{given.trainer.host / GIB:.1f} GiB of pinned memory for each device"
-        lines += _named("  on the host", host)
+    host = given.trainer.inputs_on_host
+    if given.parking != NO_TIME or given.trainer.weights == 0:
+        host += given.trainer.host
+    if host:
+        pinned = f"{host / GIB:.1f} GiB of pinned memory for each device"
+        lines += _named("  on the host", pinned)
     return lines
 
 
@@ -209,18 +212,28 @@ def _memory_check(given: Assessment, setting: Setting) -> str:
 
 def _fsdp_memory_check(engine: FsdpConfig, *, is_counted: bool) -> str:
     keeps_all = engine.activation_checkpointing == "none"
-    special = engine.lora or engine.freeze or engine.muon or engine.offload != "none"
+    special = {
+        "adapters": engine.lora,
+        "frozen weights": engine.freeze,
+        "Muon": engine.muon,
+        "moments in 8 bits": engine.eight_bit_moments,
+        "inputs of blocks on the host": engine.offload_activations,
+        "parameters on the host": engine.offload != "none",
+    }
+    unchecked = [name for name, is_asked in special.items() if is_asked]
     if not is_counted:
         return "predicted by formula, not checked for experts and float32 with engine-fsdp"
-    if special:
-        return "predicted, not checked for adapters, frozen weights, Muon or parameters on the host"
+    if unchecked:
+        return f"predicted, not checked for {', '.join(unchecked)}"
     if engine.compile_blocks and keeps_all:
         return "within 2 % of runs of Qwen3-1.7B on one and two H200 (compiled)"
     if engine.compile_blocks:
         return "counted without compiling, which takes more; predicted, not checked"
     if keeps_all:
         return "within 2 % of a run of Qwen3-1.7B on an H200 (engine_fsdp.plan)"
-    return "engine_fsdp.plan; predicted, not checked for activation checkpointing"
+    if engine.activation_checkpointing == "full":
+        return "within 1 % of a run of Qwen3-1.7B on an H200 (engine_fsdp.plan)"
+    return "engine_fsdp.plan; predicted, not checked for selective activation checkpointing"
 
 
 def _training_check(given: Assessment, setting: Setting) -> str:
@@ -234,6 +247,8 @@ def _training_check(given: Assessment, setting: Setting) -> str:
     if setting.model.has_experts:
         return "predicted, not checked for experts with engine-fsdp"
     if isinstance(engine, FsdpConfig) and engine.compile_blocks:
+        if engine.offload_activations:
+            return f"predicted, not checked: copies to the host are taken to be hidden{more}"
         if engine.activation_checkpointing != "none":
             return f"predicted, not checked for activation checkpointing{more}"
         return f"from Qwen3-1.7B on one H200, within 5 % of the run on two{more}"

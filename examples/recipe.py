@@ -161,6 +161,11 @@ class Recipe:
         """Settings of the parts that the loop or the device leaves without effect."""
         problems = [*on_a_cpu(self.engine, self.sampler), *of_routers(self.engine, self.sampler)]
         sampler = self.sampler
+        if sampler.lora is not None:
+            problems.append(
+                f"sampler.lora = {sampler.lora}: the trainer sends whole weights, with adapters "
+                "merged into them (engine.lora); leave it at none"
+            )
         if sampler.load_format != "safetensors":
             problems.append(
                 f"sampler.load_format = {sampler.load_format!r}: the run is measured before its "

@@ -23,6 +23,7 @@ from plan_device import GIB, DeviceFacts
 from plan_layout import Candidate, engines, samplers, small_changes, splits
 from plan_memory import EngineConfig
 from plan_model import ModelFacts
+from plan_optimizer import num_in_eight_bits
 from plan_text import as_text, checks, why
 from plan_time import Workload
 
@@ -210,6 +211,8 @@ def _refused_settings(candidate: Candidate, setting: Setting) -> Iterator[Refusa
             with tempfile.TemporaryDirectory() as folder:
                 model.write_config(Path(folder))
                 read_model_config(attrs.evolve(engine, model_path=folder))
+        elif engine.eight_bit_moments:
+            num_in_eight_bits(model)
     except ValueError as error:
         yield Refusal(problem=str(error), remedy="as the message says")
     if candidate.micro_batch_tokens < sampler.max_model_len:

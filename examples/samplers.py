@@ -11,11 +11,12 @@ from turns import Turns
 from async_policy import Actor, ActorMethodError, Cluster
 from rl_contracts import Completion, PolicyVersion, Sampler, SamplingParams
 from rl_contracts.images import PromptImage
-from rollout_vllm import PublishedWeights, VllmConfig
+from rollout_vllm import VllmConfig
 from rollout_vllm.remote_replica import RemoteReplica
 from rollout_vllm.replica import ReplicaSetConfig, replica_config
 from rollout_vllm.replicas import ReplicaSet
 from rollout_vllm.sampler_host import SamplerHost
+from rollout_vllm.weight_source import WeightSource
 
 MAX_CALLS = 100_000
 """Requests that a sampler's process holds at a time: more than any step has, since a question after
@@ -25,8 +26,8 @@ its health would wait behind them."""
 class Samplers(Sampler, Protocol):
     """What a loop needs of one sampler or several: a `ReplicaSet` fits."""
 
-    async def load_published(self, published: PublishedWeights) -> None:
-        """Take new weights; after it no token is drawn from older ones."""
+    async def load_from(self, source: WeightSource) -> None:
+        """Take the weights that the source has; after it no token is drawn from older ones."""
 
 
 @final
@@ -56,10 +57,9 @@ class SamplersInTurn:
                 prompt_ids, num_samples=num_samples, params=params, images=images
             )
 
-    async def load_published(self, published: PublishedWeights) -> None:
-        """Take new weights once the devices are the samplers'."""
-        async with self._turns.sampling():
-            await self._samplers.load_published(published)
+    async def load_from(self, source: WeightSource) -> None:
+        """Take weights with both sides' on the devices, which are the samplers' afterwards."""
+        await self._turns.publish(lambda: self._samplers.load_from(source))
 
 
 @final
@@ -95,8 +95,8 @@ async def start_samplers(
 ) -> tuple[ReplicaSet, list[Actor[SamplerHost]]]:
     """Samplers with the weights of the model folder, each in a process of its own.
 
-    One that dies is replaced by another of the same name, which takes the newest weights before it
-    serves; its requests are drawn again by those that are left.
+    One that dies is replaced by another of the same name, which is sent the trainer's weights
+    before it serves; its requests are drawn again by those that are left.
     """
     actors: dict[int, Actor[SamplerHost]] = {}
     count = len(placement.samplers)

@@ -17,7 +17,7 @@ def slice_of(
     max_prompt_tokens: int,
     max_new_tokens: int,
     max_tokens_per_micro_batch: int,
-    gpu_memory_utilization: float,
+    kv_cache_gib: float,
     picture_side: int = 0,
 ) -> Recipe:
     """A recipe whose trainer and sampler take turns on one device, with everything else as it is.
@@ -33,7 +33,7 @@ def slice_of(
         max_prompt_tokens: of every prompt.
         max_new_tokens: of nearly every completion, as a random policy hardly ever ends one.
         max_tokens_per_micro_batch: token budget of one forward pass.
-        gpu_memory_utilization: share of the device that the sampler takes in its turn.
+        kv_cache_gib: of the sampler; a fixed size, so that others may use the device too.
         picture_side: pixels along one side of a prompt's picture; 0 for none.
     """
     path = str(model.folder)
@@ -65,7 +65,8 @@ def slice_of(
             tensor_parallel_size=1,
             data_parallel_size=1,
             expert_parallel_size=1,
-            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=None,
             max_num_batched_tokens=None,  # those of the full size are for its lengths
             enable_sleep=True,
         ),

@@ -1,8 +1,10 @@
 """Trainer and samplers on the same devices: one side computes, the other waits without memory.
 
     sample, sample, sample ──▶ all done ──▶ samplers sleep ──▶ weights of the trainer come
-       ▲                                                                     │ score, train, export
-       └── samplers wake ◀── weights of the trainer go to the host ◀─────────┘
+       ▲                                                                     │ score, train
+       ├── samplers wake ◀── weights of the trainer go to the host ◀─────────┤
+       │                                                                     │ or publish:
+       └── caches wake ◀── the same ◀── the trainer sends ◀── weights wake ◀─┘
 
 Who comes first is decided here and nowhere else: a loop calls trainer and samplers as if each had
 devices of its own. Requests that run are never interrupted by a turn; new ones wait while the
@@ -66,9 +68,26 @@ class Turns:
                 self._changed.notify_all()
 
     def take_seconds(self) -> float:
-        """Seconds that devices were handed over in, since this was last asked."""
+        """Seconds that hand-overs took since this was last asked, those with weights included."""
         seconds, self._handed_over_s = self._handed_over_s, 0.0
         return seconds
+
+    async def publish(self, load: Callable[[], Awaitable[None]]) -> None:
+        """Hand the devices over to the samplers so that they have the trainer's weights.
+
+        Args:
+            load: does so, beginning with devices that are the trainer's.
+        """
+        self._num_wanted += 1
+        try:
+            async with self._training, self._changed:
+                await self._changed.wait_for(lambda: not self._num_sampling)
+                await self._give("trainer")
+                await self._start("sampler", load())
+        finally:
+            self._num_wanted -= 1
+            async with self._changed:
+                self._changed.notify_all()
 
     async def _give(self, side: Side) -> None:
         """Hand the devices over; once that has failed, nobody gets them and all hear why.
@@ -79,11 +98,16 @@ class Turns:
         if self._handing is not None:
             await asyncio.shield(self._handing)
         if self.owner != side:
-            self._handing = asyncio.create_task(self._hand_over(side), name=f"devices to {side}")
-            await asyncio.shield(self._handing)
+            await self._start(side, self.hand_over(side))
 
-    async def _hand_over(self, side: Side) -> None:
+    async def _start(self, side: Side, moving: Awaitable[None]) -> None:
+        self._handing = asyncio.create_task(
+            self._hand_over(side, moving), name=f"devices to {side}"
+        )
+        await asyncio.shield(self._handing)
+
+    async def _hand_over(self, side: Side, moving: Awaitable[None]) -> None:
         begin = time.monotonic()
-        await self.hand_over(side)
+        await moving
         self.owner = side
         self._handed_over_s += time.monotonic() - begin

@@ -71,6 +71,15 @@ MEMBERS = {
         "method num_speculative_tokens prompt_lookup_min prompt_lookup_max"
     ),
     "vllm.config.quantization:_ONLINE_SHORTHANDS": "",
+    "vllm.config:VllmConfig": "lora_config",
+    "vllm.config.lora:LoRAConfig": "max_lora_rank max_loras target_modules",
+    "vllm.lora.lora_model:LoRAModel": "__init__",
+    "vllm.lora.lora_weights:LoRALayerWeights": "__init__",
+    "vllm.lora.model_manager:LoRAModelManager": (
+        "modules packed_modules punica_wrapper_mapping add_adapter activate_adapter remove_adapter"
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": "add_lora_linear",
+    "vllm.lora.request:LoRARequest": "lora_name lora_int_id lora_path",
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "",
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (

@@ -14,7 +14,7 @@ from algos_gspo_dapo_grpo import GrpoLoss, KlPenalty, PolicyLoss, TokenTruncatio
 from engine_fsdp import FsdpConfig, LoraConfig, MuonConfig, OptimConfig as FsdpOptim
 from engine_veomni import OptimConfig as VeomniOptim, VeomniConfig
 from parallel_state import ExtraParallelSizes, ParallelState
-from rollout_vllm import ServerConfig, Speculation, VllmConfig
+from rollout_vllm import Lora, ServerConfig, Speculation, VllmConfig
 
 HEADER = """\
 # Capabilities
@@ -32,6 +32,7 @@ On NVIDIA GPUs engines and sampler have run too, each by itself, with what their
 """
 
 GUESSES = Speculation(num_speculative_tokens=3)
+ADAPTERS = Lora(rank=16, alpha=32.0, target_modules=("q_proj", "v_proj"))
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 COSINE = FsdpOptim(learning_rate=1e-6, schedule="cosine", total_steps=100)
 
@@ -101,12 +102,26 @@ PROBES = (
             ("compiled blocks, on GPUs", {"compile_blocks": True}),
             ("compiled blocks in float32", {"compile_blocks": True, "compute_dtype": "float32"}),
             ("parameters in host memory, on GPUs", {"offload": "parameters"}),
+            (
+                "inputs of blocks in host memory, on GPUs",
+                {"offload_activations": True, "activation_checkpointing": "full"},
+            ),
+            (
+                "inputs of blocks in host memory, without full checkpointing",
+                {"offload_activations": True},
+            ),
             ("linear and cosine schedules", {"optim": COSINE}),
             ("Muon for the matrices of the blocks", {"muon": MuonConfig()}),
             (
                 "Muon with parameters in host memory",
                 {"muon": MuonConfig(), "offload": "parameters"},
             ),
+            ("AdamW with moments in 8 bits (torchao)", {"eight_bit_moments": True}),
+            (
+                "moments in 8 bits with parameters in host memory",
+                {"eight_bit_moments": True, "offload": "parameters"},
+            ),
+            ("moments in 8 bits beside Muon", {"eight_bit_moments": True, "muon": MuonConfig()}),
             ("LoRA adapters, merged or apart (peft)", {"lora": LoraConfig()}),
             ("LoRA with compiled blocks", {"lora": LoraConfig(), "compile_blocks": True}),
             ("LoRA with Muon", {"lora": LoraConfig(), "muon": MuonConfig()}),
@@ -168,7 +183,9 @@ PROBES = (
             ("fp8 with a scale per tensor", {"quantization": "fp8_per_tensor"}),
             ("another rotary embedding", {"hf_overrides": {"rope_parameters": YARN}}),
             ("other sizes of the model", {"hf_overrides": {"hidden_size": 64}}),
-            ("adapters (LoRA) as updates", {"engine_args": {"enable_lora": True}}),
+            ("adapters (LoRA) as updates", {"lora": ADAPTERS}),
+            ("adapters beside fp8", {"lora": ADAPTERS, "quantization": "fp8_per_channel"}),
+            ("adapters, on GPUs", {"device": "cuda", "lora": ADAPTERS}),
             ("pipeline parallel, on GPUs", {"device": "cuda", "pipeline_parallel_size": 2}),
             ("speculative decoding, on GPUs", {"device": "cuda", "speculation": GUESSES}),
             ("fp8, on GPUs", {"device": "cuda", "quantization": "fp8_per_channel"}),

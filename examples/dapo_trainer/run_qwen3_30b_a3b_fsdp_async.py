@@ -101,7 +101,7 @@ def slice_() -> Recipe:
         max_prompt_tokens=256,
         max_new_tokens=512,
         max_tokens_per_micro_batch=16384,
-        gpu_memory_utilization=0.5,
+        kv_cache_gib=8.0,
     )
 
 

@@ -60,8 +60,8 @@ class FakeSampler:
     version: int = 0
     uniform: frozenset[int] = frozenset()
 
-    async def load_published(self, published: object) -> None:
-        self.version = cast("int", published)
+    async def load_from(self, source: object) -> None:
+        self.version = cast("int", source)
 
     async def sample(
         self,
@@ -101,13 +101,13 @@ class FakeTrainer:
         self.given.append((shares, loss_fn))
         self.version += 1
         step = StepResult(policy_version=PolicyVersion(self.version), grad_norm=1.0)
-        return TrainResult(step=step, metrics={"loss": 0.0}, seconds=1.0)
+        return TrainResult(step=step, metrics={"loss": 0.0}, seconds=1.0, peak_bytes=0)
 
     async def with_ref_logprobs(self, shares: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
         self.scored += 1
         return shares
 
-    async def publish(self, dtype: str) -> int:
+    def weights(self, dtype: str) -> int:
         assert dtype == "float32"
         return self.version
 

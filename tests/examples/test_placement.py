@@ -106,6 +106,16 @@ def test_too_few(shares: bool, needed: str) -> None:  # noqa: FBT001
     assert needed in str(refused.value)
 
 
+def test_a_sampler_beside_no_rank() -> None:
+    """On a device that it shares with nobody, no rank could hand it weights."""
+    with pytest.raises(
+        ValueError, match=r"rank on every device .* got 1 ranks .* 2 samplers of 1 d"
+    ):
+        place(sampler(shares=True), num_ranks=1, num_samplers=2, device=gpus(2), environ={})
+    spare = place(sampler(shares=True), num_ranks=2, num_samplers=1, device=gpus(2), environ={})
+    assert spare.samplers == (("0",),)
+
+
 def test_another_kind_of_device() -> None:
     with pytest.raises(
         ValueError, match=r"sampler.device = 'cuda', and this machine has cpu \(AMD EPYC\)"

@@ -259,6 +259,21 @@ def test_a_tiny_run_that_cannot_be_says_so(capsys: pytest.CaptureFixture[str]) -
             {"num_samplers": "2", "sampler.server.port": "8000"},
             "they cannot share a port; set it to 0",
         ),
+        (
+            {
+                "sampler.lora.rank": "8",
+                "sampler.lora.alpha": "16",
+                "sampler.lora.target_modules": '["q_proj"]',
+                "sampler.enable_sleep": "false",
+                "sampler.data_parallel_size": "1",
+                "sampler.expert_parallel_size": "1",
+            },
+            "the trainer sends whole weights, with adapters merged into them",
+        ),
+        (
+            {"run.keep_best": "true", "run.checkpoint_every": "none"},
+            "run.keep_best = True keeps one of the checkpoints, and run.checkpoint_every says",
+        ),
         ({"sampler.seed": "1"}, "which follows from loop.seed; set that"),
         (
             {"run.keep_best": "true", "run.checkpoint_every": "70"},
@@ -283,6 +298,10 @@ def test_parts_that_do_not_agree_are_refused(
     ("arguments", "message"),
     [
         (("engine.offload=parameters",), "engine.offload = 'parameters': on a CPU"),
+        (
+            ("engine.offload_activations=true", "engine.activation_checkpointing=full"),
+            "engine.offload_activations = True is for GPUs; set it to False",
+        ),
         (
             ("engine.compile_blocks=true", "engine.compute_dtype=bfloat16"),
             "engine.compile_blocks = True is for GPUs",

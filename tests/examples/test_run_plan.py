@@ -280,6 +280,80 @@ def test_state_of_the_trainer_by_hand() -> None:
     assert (away.weights, away.gradient, away.moments, away.host) == (0, 0, 0, 16 * total)
 
 
+@pytest.mark.parametrize("kept_logits_gib", [0.25, 6.0])
+@pytest.mark.parametrize("num_layers", [1, 36])
+def test_inputs_on_the_host_are_not_on_the_device(
+    tmp_path: Path, num_layers: int, kept_logits_gib: float
+) -> None:
+    """Of many blocks what `engine_fsdp.plan` says of two; of the host a buffer for each block.
+
+    20000 tokens of 4096 numbers in bfloat16 are 156.25 MiB, for which torch pins 256.
+    """
+    model = with_layers(read_model("qwen3-8b"), num_layers)
+    model.write_config(tmp_path)
+    engine = fsdp(
+        activation_checkpointing="full",
+        offload_activations=True,
+        kept_logits_gib=kept_logits_gib,
+        parallel=ParallelState(dp_size=8),
+    )
+    whole = plan(attrs.evolve(engine, model_path=str(tmp_path)), tokens=20000)
+    found = trainer_memory(engine, model, tokens=20000, num_micro_batches=2)
+    assert (found.activations, found.head, found.working) == (
+        *(whole.activations, whole.head, whole.working),
+    )
+    assert found.inputs_on_host == num_layers * 256 * 2**20
+    there = attrs.evolve(engine, offload_activations=False)
+    assert trainer_memory(there, model, tokens=20000, num_micro_batches=2).inputs_on_host == 0
+
+
+def test_inputs_of_experts_on_the_host() -> None:
+    """By formula: of 48 layers one input stays, of 16384 tokens of 2048 numbers in bfloat16."""
+    engine = fsdp(activation_checkpointing="full", parallel=ParallelState(dp_size=8))
+    model = read_model("qwen3-30b-a3b")
+    there, away = (
+        trainer_memory(each, model, tokens=16384, num_micro_batches=2)
+        for each in (engine, attrs.evolve(engine, offload_activations=True))
+    )
+    assert away.activations == 16384 * 2048 * 2
+    assert there.activations == 48 * away.activations
+    assert there.peak - away.peak == 47 * away.activations
+    assert away.inputs_on_host == there.activations  # 64 MiB each, a power of two
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices"),
+    [
+        ("qwen3-8b", 36 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288)),
+        # queries of 4096, keys and values of 512, 128 experts of 768 and their router
+        ("qwen3-30b-a3b", 48 * (2 * 2048 * (4096 + 512) + 128 * (3 * 2048 * 768 + 2048))),
+    ],
+)
+def test_moments_in_8_bits_by_hand(name: str, matrices: int) -> None:
+    """Two bytes and two shares of 256 of a float32 for each weight of the blocks' matrices.
+
+    Embedding, head and norms keep 8; the host gets what is parked.
+    """
+    model, parallel = read_model(name), ParallelState(dp_size=8)
+    engine = fsdp(eight_bit_moments=True, activation_checkpointing="full", parallel=parallel)
+    found = trainer_memory(engine, model, tokens=1024, num_micro_batches=2)
+    others = model.counts.total - matrices
+    assert found.moments == (8 * others + 2 * matrices + 2 * 4 * matrices // 256) // 8
+    assert found.host == found.weights + found.moments
+    assert found.weights == found.gradient == 4 * model.counts.total // 8
+
+
+def test_moments_in_8_bits_are_those_of_the_engine(tmp_path: Path) -> None:
+    """`engine_fsdp.plan` has as many, also where some rows do not divide: 384 = 256 + 128."""
+    rows = {"hidden_size": 256, "intermediate_size": 384, "model_type": "qwen2"}
+    model = facts_of({**TINY, **rows}, name="tiny", where="test")
+    model.write_config(tmp_path)
+    engine = fsdp(eight_bit_moments=True)
+    whole = plan(attrs.evolve(engine, model_path=str(tmp_path)), tokens=64)
+    found = trainer_memory(engine, model, tokens=64, num_micro_batches=1)
+    assert found.moments == whole.moments < 8 * model.counts.total
+
+
 def test_cache_of_a_token_by_hand() -> None:
     """Qwen3-8B: keys and values of 36 layers of 8 heads of 128 in bfloat16, 144 KiB."""
     model = read_model("qwen3-8b")
@@ -503,6 +577,30 @@ def test_engine_veomni_refuses_in_its_own_words() -> None:
     assert "expected tie_word_embeddings False" in run.refusals[0].problem
 
 
+def test_engine_fsdp_refuses_moments_in_8_bits_in_its_own_words() -> None:
+    """A model whose rows are all shorter than the elements that share a scale."""
+    model = facts_of({**TINY, "model_type": "qwen2"}, name="tiny", where="test")
+    sampler = vllm(max_model_len=2048, enable_sleep=True)
+    run = planned(fsdp(eight_bit_moments=True), model, sampler=sampler)
+    assert "multiples of the 256 elements that share a scale, got rows of" in "".join(
+        refusal.problem for refusal in run.refusals
+    )
+
+
+def test_the_host_is_shown_what_waits_there() -> None:
+    """Beside what is parked while a sampler has the device; without turns nothing else is there."""
+    model = read_model("qwen3-1.7b")
+    engine = fsdp(activation_checkpointing="full", offload_activations=True)
+    turns, apart = (planned(engine, model, colocated=colocated) for colocated in (True, False))
+    # 28 blocks of 16384 x 2048 x 2 bytes: 1.75 GiB; 12 bytes of each of 1.72 billion weights: 19.2
+    assert "on the host         21.0 GiB of pinned memory" in str(turns)
+    assert "on the host         1.8 GiB of pinned memory" in str(apart)
+    assert "checkpointing full inputs on the host" in str(apart)
+    assert "copies to the host are taken to be hidden" in str(
+        planned(attrs.evolve(engine, compile_blocks=True), model)
+    )
+
+
 def test_a_cache_without_room_for_one_sequence_is_refused() -> None:
     """vLLM does not start without; 4096 tokens of 144 KiB are 0.56 GiB."""
     sampler = vllm(gpu_memory_utilization=None, kv_cache_gib=0.25, enable_sleep=True)
@@ -568,6 +666,7 @@ def test_who_has_the_device_when() -> None:
     assert {"weights", "moments", "reference"}.isdisjoint(sampling.parts)
     assert update.parts["moments"] == 8 * model.counts.total // 8
     assert training.parts["reference"] == 4 * model.counts.total // 8
+    assert update.parts["reference"] == 4 * model.counts.total // 8
     apart = weigh(engine, model, colocated=False).phases
     assert [phase.name for phase in apart] == ["trainer", "sampler"]
     assert "key-value cache" not in apart[0].parts

@@ -62,8 +62,8 @@ class PlainSampler:
     def __post_init__(self) -> None:
         self.model = cast("Any", untrained("qwen3", self.tokenizer)).eval()
 
-    async def load_published(self, published: object) -> None:
-        version, weights = cast("tuple[int, Mapping[str, Tensor]]", published)
+    async def load_from(self, source: object) -> None:
+        version, weights = cast("tuple[int, Mapping[str, Tensor]]", source)
         self.model.load_state_dict(weights)
         self.version = version
 
@@ -111,9 +111,11 @@ class EngineTrainer:
         self, shares: list[list[PackedBatch]], loss: LossFn[PackedBatch]
     ) -> TrainResult:
         metrics = self.engine.forward_backward(shares[0], loss)
-        return TrainResult(step=self.engine.optim_step(), metrics=metrics, seconds=1.0)
+        return TrainResult(
+            step=self.engine.optim_step(), metrics=metrics, seconds=1.0, peak_bytes=0
+        )
 
-    async def publish(self, dtype: str) -> tuple[int, Mapping[str, Tensor]]:
+    def weights(self, dtype: str) -> tuple[int, Mapping[str, Tensor]]:
         assert dtype == "float32"
         return int(self.engine.policy_version), dict(self.engine.export_weights())
 
@@ -197,7 +199,7 @@ async def by_hand(model: Path) -> Mapping[str, Tensor]:
     trainer, sampler = EngineTrainer(engine), PlainSampler(character_tokenizer())
     draws = PromptOrder(num_problems=len(task.train), seed=CONFIG.seed).take(NUM_STEPS * 3)
     for step in range(NUM_STEPS):
-        await sampler.load_published(await trainer.publish("float32"))
+        await sampler.load_from(trainer.weights("float32"))
         groups: list[Group] = []
         for index in range(step * 3, step * 3 + 3):
             problem: EncodedProblem = task.train[draws[index].problem]

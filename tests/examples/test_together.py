@@ -10,7 +10,7 @@ from async_policy import ActorLostError, ActorMethodError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from trainer import together
+from together import together
 
 
 async def answers(value: int) -> int:

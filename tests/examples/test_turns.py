@@ -150,3 +150,79 @@ def test_a_hand_over_that_fails_is_told_to_everybody() -> None:
                     pytest.fail("computed")
 
     asyncio.run(body())
+
+
+def test_a_publish_leaves_the_devices_to_the_samplers_with_the_weights() -> None:
+    """It waits for requests that run, and those that come later meet the new weights."""
+
+    async def body() -> list[str]:
+        devices = Devices()
+        turns = devices.turns()
+        order: list[str] = []
+        done = asyncio.Event()
+
+        async def request(name: str) -> None:
+            async with turns.sampling():
+                assert devices.owner == "sampler"
+                await done.wait()
+                order.append(name)
+
+        async def load() -> None:
+            assert devices.owner == "trainer"
+            assert not devices.sampling
+            await asyncio.sleep(0)
+            devices.owner = "sampler"
+            order.append("load")
+
+        running = [asyncio.create_task(request("first"))]
+        await asyncio.sleep(0.001)
+        running.append(asyncio.create_task(turns.publish(load)))
+        await asyncio.sleep(0.001)
+        running.append(asyncio.create_task(request("second")))
+        await asyncio.sleep(0.001)
+        assert order == []
+        done.set()
+        await asyncio.gather(*running)
+        assert devices.moves == ["trainer"]  # and back by `load`
+        await devices.train(turns, 1)
+        await turns.publish(load)  # the devices are the trainer's already
+        await devices.sample(turns, 1)
+        assert devices.moves == ["trainer", "trainer"]
+        return order
+
+    assert asyncio.run(body()) == ["first", "load", "second", "load"]
+
+
+def test_a_publish_that_is_given_up_is_finished_first() -> None:
+    """Whoever comes next finds the devices with one side; one that fails is told to everybody."""
+
+    async def body() -> None:
+        devices = Devices()
+        turns = devices.turns()
+        moving = asyncio.Event()
+
+        async def load() -> None:
+            await moving.wait()
+            devices.owner = "sampler"
+
+        publishing = asyncio.create_task(turns.publish(load))
+        await asyncio.sleep(0.001)
+        publishing.cancel()
+        training = asyncio.create_task(devices.train(turns, 1))
+        await asyncio.sleep(0.001)
+        assert not training.done()
+        moving.set()
+        await training
+        assert publishing.cancelled()
+        assert devices.moves == ["trainer", "trainer"]
+
+        async def fail() -> None:
+            raise OSError("no sampler took the weights")
+
+        for _ in range(2):
+            with pytest.raises(OSError, match="no sampler took the weights"):
+                await turns.publish(fail)
+        with pytest.raises(OSError, match="no sampler took the weights"):
+            await devices.sample(turns, 1)
+
+    asyncio.run(body())

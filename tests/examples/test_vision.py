@@ -17,7 +17,7 @@ from rl_contracts.images import PromptImage
 from rl_contracts.packing import pack
 from rl_tasks import LoadedImages, RewardResult
 from rl_tasks.vision_chat import encode_image_problems
-from rollout_vllm import PublishedWeights
+from rollout_vllm.weight_source import WeightSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -76,8 +76,8 @@ class Showing:
         )
         return [drawn] * num_samples
 
-    async def load_published(self, published: PublishedWeights) -> None:
-        raise NotImplementedError(published)
+    async def load_from(self, source: WeightSource) -> None:
+        raise NotImplementedError(source)
 
 
 def test_a_group_processes_its_pictures_once() -> None:

@@ -44,7 +44,8 @@ def _optim(c: Composed, sheet: Sheet, rhythm: Rhythm) -> None:
     if str(c.get(f"{_OPTIM}optimizer", "adamw")).lower() != "adamw":
         sheet.gap(
             f"{_OPTIM}optimizer",
-            why=f"{c.get(f'{_OPTIM}optimizer')}: here it is AdamW, and Muon in engine.muon",
+            why=f"{c.get(f'{_OPTIM}optimizer')}: here it is AdamW, with moments in 8 bits in "
+            "engine.eight_bit_moments, and Muon in engine.muon",
         )
     _schedule(c, sheet, rhythm)
 
@@ -155,6 +156,7 @@ def _memory(c: Composed, sheet: Sheet) -> None:
         sheet.put("engine.activation_checkpointing", on, checkpointing)
     else:
         sheet.put("engine.activation_checkpointing", "full" if on else "none", checkpointing)
+    _activations(c, sheet, f"{M}enable_activation_offload", checkpointing)
     base = _FSDP if c.engine == "dp" else _VEOMNI
     _offload(c, sheet, f"{base}param_offload", f"{base}optimizer_offload")
     if c.engine == "dp" and c.on(f"{_FSDP}offload_policy"):
@@ -164,6 +166,27 @@ def _memory(c: Composed, sheet: Sheet) -> None:
         if key in c.set_here:
             why = "where the reference's weights lie follows from the engine's"
             sheet.gap(key, why=why, decide=False)
+
+
+def _activations(c: Composed, sheet: Sheet, key: str, checkpointing: str) -> None:
+    if not c.on(key):
+        sheet.same(key, why="off, as here: activations stay on the device")
+    elif c.engine == "veomni":
+        sheet.gap(
+            key,
+            why="engine-veomni keeps activations on the device; engine-fsdp has "
+            "engine.offload_activations",
+        )
+    elif c.on(checkpointing):
+        sheet.put("engine.offload_activations", True, key, checkpointing)
+    else:
+        sheet.gap(
+            key,
+            checkpointing,
+            why="verl sends all that a layer keeps to the host; engine.offload_activations sends "
+            "the inputs of checkpointed blocks: set it with engine.activation_checkpointing = "
+            "'full'",
+        )
 
 
 def _offload(c: Composed, sheet: Sheet, weights: str, optimizer: str) -> None:
@@ -275,7 +298,6 @@ def _refused(c: Composed, sheet: Sheet) -> None:
         f"{A}use_fused_kernels": "the head computes logprobs in pieces in any case",
         f"{M}use_fused_kernels": "the head computes logprobs in pieces in any case",
         f"{M}use_liger": "the head computes logprobs in pieces in any case",
-        f"{M}enable_activation_offload": "activations stay on the device",
         f"{A}entropy_checkpointing": "the entropy has no gradient here",
         f"{A}entropy_from_logits_with_chunking": "the head computes in pieces in any case",
         f"{A}use_rollout_log_probs": "as here: the ratio is against the sampler's logprobs",

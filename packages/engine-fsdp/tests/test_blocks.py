@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_fsdp.attention_varlen import PackedVarlen
+from engine_fsdp.block_inputs import InputsOnHost
 from engine_fsdp.model import PackedCausalLM, load_model, pack_rows
 
 SaveModel = Callable[..., Path]
@@ -81,6 +82,26 @@ def test_one_graph_serves_all_blocks_and_lengths(
     finally:
         callback_handler.remove_start_callback(counted)
     assert graphs == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_blocks_leave_their_inputs_too(
+    save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what one graph keeps, the input alone goes; gradients are those without, to the bit."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    folder = save_model("qwen3", num_hidden_layers=3)
+    plain, offloaded = load_model(folder, temperature=1.0), load_model(folder, temperature=1.0)
+    torch.compiler.reset()
+    plain.wrap_blocks(checkpointing="full", compiled=True)
+    inputs = InputsOnHost()
+    offloaded.wrap_blocks(checkpointing="full", compiled=True, inputs=inputs)
+    for lengths in LENGTHS:
+        got, expected = _run(offloaded, lengths), _run(plain, lengths)
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+        assert [buffer.nbytes >= sum(lengths) * 32 * 4 for buffer in inputs._buffers] == [True] * 3
+    assert sum(LENGTHS[-1]) * 32 * 4 == inputs._buffers[0].nbytes
 
 
 def test_blocks_that_would_run_uncompiled_are_an_error(

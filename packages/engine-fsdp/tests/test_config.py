@@ -67,6 +67,14 @@ def test_sequences_may_be_shared() -> None:
             {"compile_blocks": True, "parallel": ParallelState(ulysses_size=2)},
             r"compile_blocks = True and parallel\.ulysses_size: .*set ulysses_size to 1",
         ),
+        (
+            {"offload_activations": True},
+            r"activation_checkpointing = 'none': .* only with activation_checkpointing = 'full'; ",
+        ),
+        (
+            {"offload_activations": True, "activation_checkpointing": "selective"},
+            r"offload_activations = True and .*'selective': .*set it, or offload_activations off",
+        ),
     ],
 )
 def test_how_it_computes_is_refused_where_it_cannot(changes: dict[str, Any], text: str) -> None:

@@ -1,6 +1,7 @@
 """The engine on a GPU against that on the CPU, which other tests compare with transformers."""
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def _engine(folder: Path, device: torch.device, **changes: Any) -> FsdpEngine:  
     return FsdpEngine(FsdpConfig(**settings), device=device)
 
 
-def _batches(max_tokens: int = 1000) -> list[PackedBatch]:
-    rows = [
+def _rows(lengths: Sequence[int]) -> list[Trajectory]:
+    return [
         Trajectory(
             trajectory_id=f"row{index}",
             group_id="g",
@@ -60,8 +61,12 @@ def _batches(max_tokens: int = 1000) -> list[PackedBatch]:
             oldest_version=PolicyVersion(0),
             newest_version=PolicyVersion(0),
         )
-        for index, n in enumerate(LENGTHS)
+        for index, n in enumerate(lengths)
     ]
+
+
+def _batches(max_tokens: int = 1000) -> list[PackedBatch]:
+    rows = _rows(LENGTHS)
     advantages = [1.0, -2.0, 0.5, 3.0, -1.0, 1.5]
     return pack(rows, advantages, max_tokens=max_tokens)[0]
 
@@ -181,3 +186,37 @@ def test_offloaded_parameters_train_alike(save_model: SaveModel) -> None:
         exported.append(dict(gpu.export_weights()))
     for name, tensor in exported[0].items():
         torch.testing.assert_close(exported[1][name].cpu(), tensor.cpu(), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_that_wait_on_the_host(
+    save_model: SaveModel,
+    compiled: bool,  # noqa: FBT001
+) -> None:
+    """Gradients of micro-batches of 16384 and fewer tokens are those of inputs on the device, up to
+    the order of sums in attention; of the 16 blocks' inputs, 8 MiB each, at most two are there.
+    """
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 16}
+    folder = save_model("qwen3", std=0.02, **sizes)
+    rows = _rows((512,) * 32 + (300,) * 20 + (512,) * 32)
+    batches = pack(rows, [1.0, -2.0, 0.5] * 28, max_tokens=16384)[0]
+    most = max(batch.token_ids.shape[0] for batch in batches)
+    gradients, peaks = [], []
+    for offloaded in (False, True):
+        gpu = _engine(
+            folder,
+            torch.device("cuda", 0),
+            compute_dtype="bfloat16",
+            activation_checkpointing="full",
+            compile_blocks=compiled,
+            offload_activations=offloaded,
+        )
+        gradients.append(_gradients(gpu, batches))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gpu.forward_backward(batches, _loss)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del gpu
+        gc.collect()
+    assert _relative(*gradients) < 0.01
+    assert peaks[0] - peaks[1] > 12 * most * 256 * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from engine_fsdp import FsdpConfig, LoraConfig, MuonConfig, OptimConfig, plan
+from engine_fsdp import FsdpConfig, LoraConfig, MemoryPlan, MuonConfig, OptimConfig, plan
 from engine_fsdp.live_bytes import LiveBytes
 from parallel_state import ParallelState
 
@@ -111,6 +111,32 @@ def test_checkpointed_blocks_keep_their_inputs(folder: Path) -> None:
 
     per_layer = [kept(512, 5) - kept(512, 4), kept(1024, 5) - kept(1024, 4)]
     assert per_layer == [512 * HIDDEN * 2, 1024 * HIDDEN * 2]
+
+
+def test_of_inputs_on_the_host_one_is_on_the_device(folder: Path) -> None:
+    """Whatever the depth: the last one, before the backward pass, and the next one in it, since a
+    block is done with its own where it takes most.
+    """
+
+    def planned(layers: int, *, offloaded: bool) -> MemoryPlan:
+        sizes = {"num_hidden_layers": layers, "vocab_size": 32}  # less in the head than in a block
+        LlamaConfig(**{**LlamaConfig.from_pretrained(folder).to_dict(), **sizes}).save_pretrained(
+            folder
+        )
+        config = _config(folder, activation_checkpointing="full", offload_activations=offloaded)
+        return plan(config, tokens=4096)
+
+    one_input = 4096 * HIDDEN * 2
+    there, away, deeper = (
+        planned(5, offloaded=False),
+        planned(5, offloaded=True),
+        planned(8, offloaded=True),
+    )
+    assert there.activations - away.activations == 4 * one_input
+    assert deeper.activations == away.activations
+    at_work = [p.activations + p.head + p.working for p in (there, away, deeper)]
+    assert at_work[0] - at_work[1] == 4 * one_input
+    assert at_work[2] == at_work[1]
 
 
 def test_kept_activations_grow_with_what_is_kept(folder: Path) -> None:

@@ -101,6 +101,23 @@ def test_an_engine_that_slept_goes_on_as_if_it_had_not(save_model: SaveModel) ->
     assert slept.policy_version == 2
 
 
+def test_moments_in_eight_bits_sleep_and_are_saved(save_model: SaveModel, tmp_path: Path) -> None:
+    """A checkpoint and a stay in host memory bring the same bits back, and training goes on."""
+    pytest.importorskip("torchao")
+    folder = save_model(hidden_size=256)
+    awake, slept = (
+        FsdpEngine(_config(folder, eight_bit_moments=True), device=DEVICE) for _ in range(2)
+    )
+    _train(slept, 2)
+    slept.save_checkpoint(tmp_path / "checkpoint")
+    awake.load_checkpoint(tmp_path / "checkpoint")
+    slept.to_host()
+    slept.to_device()
+    assert _differing(awake, slept) == []
+    _train(slept, 1)
+    assert slept.policy_version == 3
+
+
 def test_a_background_checkpoint_holds_the_state_at_the_call(
     save_model: SaveModel, tmp_path: Path
 ) -> None:

@@ -16,7 +16,14 @@ from typing import get_args
 
 import attrs
 import torch
-from setting_checks import MODES, distribution, guesses, streamed, with_overrides
+from setting_checks import (
+    MODES,
+    distribution,
+    guesses,
+    streamed,
+    with_adapter,
+    with_overrides,
+)
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
@@ -119,6 +126,20 @@ class Checks:
         self.sampler = sampler
         self.model = model
         self.overrides = overrides
+        self.base = model
+
+    def next_model(
+        self, folder: Path, *, seed: int, dtype: Dtype
+    ) -> tuple[PreTrainedModel, list[tuple[str, torch.Tensor]]]:
+        """Another model, and the update that makes it of the sampler's."""
+        lora = self.sampler._config.lora
+        if lora is not None:
+            return with_adapter(self.base, lora, seed=seed)
+        experts = getattr(self.model.config, "num_experts", 0)
+        made = make_model(folder / f"new{seed}", seed=seed, dtype=dtype, experts=experts)
+        new = with_overrides(made, self.overrides)
+        torch.nn.Module.to(new, self.model.device)
+        return new, checkpoint_weights(new)
 
     def close(self, differences: list[torch.Tensor]) -> str:
         """Whether differences in nats are those of rounding."""
@@ -253,11 +274,7 @@ class Checks:
 
 async def update_in_flight(checks: Checks, folder: Path, *, dtype: Dtype) -> str:
     """Tokens of running requests carry the version of the weights that drew them."""
-    experts = getattr(checks.model.config, "num_experts", 0)
-    new = with_overrides(
-        make_model(folder / "new", seed=1, dtype=dtype, experts=experts), checks.overrides
-    )
-    torch.nn.Module.to(new, checks.model.device)
+    new, weights = checks.next_model(folder, seed=1, dtype=dtype)
     sampler = checks.sampler
     params, options = SamplingParams(max_new_tokens=240), RequestOptions(min_new_tokens=240)
     tasks = [
@@ -265,7 +282,7 @@ async def update_in_flight(checks: Checks, folder: Path, *, dtype: Dtype) -> str
         for _ in range(8)
     ]
     await _tokens_drawn(sampler, 20)
-    await sampler.load_weights(checkpoint_weights(new), version=PolicyVersion(1))
+    await sampler.load_weights(weights, version=PolicyVersion(1))
     mixed, differences = 0, []
     for task in tasks:
         for completion in await task:
@@ -344,6 +361,10 @@ async def run(mode: str, dtype: Dtype, folder: Path) -> int:
 
         outcomes += [await report("update in flight", updated)]
         outcomes += [await report("logprobs after the update", checks.logprobs)]
+        if config.lora is not None:
+            checks.model, weights = checks.next_model(folder, seed=2, dtype=dtype)
+            await sampler.load_weights(weights, version=PolicyVersion(2))
+            outcomes += [await report("logprobs after another adapter", checks.logprobs)]
         if config.speculation is not None:
             outcomes += [
                 await report("guesses", lambda: guesses(sampler, PROMPT)),

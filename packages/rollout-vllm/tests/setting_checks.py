@@ -1,6 +1,7 @@
 """The settings that `sampler_process.py` runs with, and the checks that single ones need."""
 
 import asyncio
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
@@ -9,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
-from rollout_vllm import RequestOptions, Speculation, VllmSampler
+from rollout_vllm import Lora, RequestOptions, Speculation, VllmSampler
 from rollout_vllm.torch_headers import tensor_headers
 from rollout_vllm.weights_stream import Carriage, WeightStream
 
@@ -19,6 +20,12 @@ YARN: dict[str, object] = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# a rank below vLLM's next, all of one layer that vLLM computes as one, and a part of another
+LORA = Lora(
+    rank=12,
+    alpha=18.0,
+    target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+)
 # what differs from the plain config
 MODES: dict[str, dict[str, object]] = {
     "cpu": {"cpu_threads": 1},
@@ -34,6 +41,8 @@ MODES: dict[str, dict[str, object]] = {
     "cpu-pp2": {"cpu_threads": 1, "pipeline_parallel_size": 2},
     "cpu-pp2-moe": {"cpu_threads": 1, "pipeline_parallel_size": 2},
     "cpu-yarn": {"cpu_threads": 1, "hf_overrides": {"rope_parameters": YARN}},
+    "cpu-lora": {"cpu_threads": 1, "lora": LORA},
+    "cuda-lora": {"device": "cuda", "lora": LORA},
     "cuda-moe": {"device": "cuda", "enforce_eager": True},
     "cuda-tp2": {"device": "cuda", "enforce_eager": True, "tensor_parallel_size": 2},
     "cuda-dp2": {"device": "cuda", "enforce_eager": True, "data_parallel_size": 2},
@@ -58,6 +67,48 @@ def with_overrides(model: PreTrainedModel, overrides: Mapping[str, object]) -> P
     other.requires_grad_(requires_grad=False)
     torch.nn.Module.to(other, model.dtype)
     return other
+
+
+class _Adapted(torch.nn.Module):
+    """A linear layer with an adapter, added up as peft does."""
+
+    def __init__(
+        self, layer: torch.nn.Module, left: torch.Tensor, right: torch.Tensor, scaling: float
+    ) -> None:
+        super().__init__()
+        self.layer, self.scaling = layer, scaling
+        self.left, self.right = torch.nn.Parameter(left), torch.nn.Parameter(right)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.scaling * (x @ self.left.T @ self.right.T)
+        plain: torch.Tensor = self.layer(x)
+        return plain + added
+
+
+def with_adapter(
+    model: PreTrainedModel, lora: Lora, *, seed: int
+) -> tuple[PreTrainedModel, list[tuple[str, torch.Tensor]]]:
+    """A copy of the model with random adapters, and these under peft's names, on the CPU."""
+    adapted, weights = copy.deepcopy(model), []
+    generator = torch.Generator().manual_seed(seed)
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        parent, _, last = name.rpartition(".")
+        if last not in lora.target_modules:
+            continue
+        shapes = {"A": (lora.rank, layer.in_features), "B": (layer.out_features, lora.rank)}
+        pair = {
+            matrix: torch.empty(shape).normal_(0.0, 0.1, generator=generator).to(model.dtype)
+            for matrix, shape in shapes.items()
+        }
+        weights += [
+            (f"base_model.model.{name}.lora_{matrix}.weight", weight)
+            for matrix, weight in pair.items()
+        ]
+        left, right = (weight.to(layer.weight.device) for weight in pair.values())
+        setattr(adapted.get_submodule(parent), last, _Adapted(layer, left, right, lora.scaling))
+    return adapted.requires_grad_(requires_grad=False), weights
 
 
 async def guesses(sampler: VllmSampler, prompt: Sequence[int]) -> str:
@@ -130,7 +181,6 @@ async def streamed(
             dtype=sampler.dtype,
             device=torch.device("cpu"),
             carriage=carriage,
-            num_receivers=num_receivers,
             bucket_bytes=2**18,
             timeout_s=120.0,
             checksums=True,
@@ -138,7 +188,8 @@ async def streamed(
         with stream:
             offered = stream.offer(PolicyVersion(sampler.policy_version + 1))
             _, report = await asyncio.gather(
-                sampler.load_published(offered), asyncio.to_thread(stream.send, weights)
+                sampler.load_published(offered),
+                asyncio.to_thread(stream.send, weights, num_receivers=num_receivers),
             )
         buckets.append(f"{report.num_buckets} by {carriage}")
     return f"buckets: {', '.join(buckets)}"

@@ -65,11 +65,9 @@ def test_effective_arguments_name_their_origin() -> None:
         ({"blok_size": 16}, r"'blok_size' is not an argument of the installed vLLM; nearest: 'bl"),
         ({"max_num_seq": 4}, r"nearest: 'max_num_seqs' \(use VllmConfig.max_num_seqs\)"),
         ({"disable_log_requests": True}, r"'disable_log_requests' is not an argument of the inst"),
-        (
-            {"enable_lora": True},
-            r"'enable_lora' cannot be given here: adapters are not taken .*: let the trainer merge",
-        ),
-        ({"max_lora_rank": 8}, r"'max_lora_rank' cannot be given here: adapters are not taken as"),
+        ({"enable_lora": True}, r"'enable_lora' cannot be given here: use VllmConfig.lora$"),
+        ({"max_loras": 2}, r"'max_loras' cannot be given here: use VllmConfig.lora$"),
+        ({"lora_dtype": "float16"}, r"'lora_dtype' .* VllmConfig.lora takes one adapter for"),
         ({"offload_group_size": 2}, r"'offload_group_size' is not supported yet: weight updates"),
         ({"calculate_kv_scales": True}, r"'calculate_kv_scales' is not supported yet: weight upd"),
         ({"moe_backend": "triton"}, r"'moe_backend' is not supported yet: weight updates have not"),
@@ -222,6 +220,7 @@ def test_experts_are_returned_on_the_cpu_by_0_30(version: str | None) -> None:
         "attention_backend": None,
         "quantization": None,
         "speculation": None,
+        "lora": None,
         "enable_sleep": False,
         "return_routed_experts": True,
     }

@@ -23,7 +23,7 @@ from rollout_vllm import (
 )
 from rollout_vllm.replica import ReplicaLostError, ReplicaSetConfig, replica_config
 from rollout_vllm.replicas import ReplicaSet
-from rollout_vllm.sleep import MemoryChange, SamplerAsleepError
+from rollout_vllm.sleep import PARTS, MemoryChange, Part, SamplerAsleepError
 
 PARAMS = SamplingParams(max_new_tokens=1)
 
@@ -103,9 +103,10 @@ class FakeReplica:
         self.asleep = True
         return MemoryChange(used_before=30, used_after=10 + self.number)
 
-    async def wake(self) -> MemoryChange:
+    async def wake(self, parts: Sequence[Part]) -> MemoryChange:
         self._check()
         assert self.asleep
+        assert tuple(parts) == PARTS
         self.asleep = False
         return MemoryChange(used_before=10, used_after=30)
 

@@ -29,9 +29,9 @@ def test_sampler_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["cpu-guesses", "cpu-pp2", "cpu-yarn"])
+@pytest.mark.parametrize("mode", ["cpu-guesses", "cpu-pp2", "cpu-yarn", "cpu-lora"])
 def test_single_settings_on_the_cpu(tmp_path: Path, mode: str) -> None:
-    """The same with guessed tokens, in two stages, and with another rotary embedding."""
+    """The same with guesses, in two stages, with another rotary embedding, and with adapters."""
     check(mode, "float32", tmp_path)
 
 
@@ -49,10 +49,15 @@ def test_routers_decisions_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.skipif(GPUS < 1, reason="no NVIDIA GPU on this host")
 @pytest.mark.parametrize(
     ("mode", "dtype"),
-    [("cuda", "bfloat16"), ("cuda-eager", "float32"), ("cuda-moe", "bfloat16")],
+    [
+        ("cuda", "bfloat16"),
+        ("cuda-eager", "float32"),
+        ("cuda-moe", "bfloat16"),
+        ("cuda-lora", "bfloat16"),
+    ],
 )
 def test_sampler_on_one_gpu(tmp_path: Path, mode: str, dtype: str) -> None:
-    """The same with compiled graphs, without, and with experts."""
+    """The same with compiled graphs, without, with experts, and with adapters."""
     check(mode, dtype, tmp_path)
 
 

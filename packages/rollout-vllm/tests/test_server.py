@@ -485,7 +485,7 @@ def engine_without_process(*, tokenizers_end: int, models_ends: int | list[int])
     vllm: Any = SimpleNamespace(
         model_config=model, renderer=renderer, vllm_config=None, input_processor=None
     )
-    return VllmEngine(vllm, routed=False, serves=True)
+    return VllmEngine(vllm, routed=False, adapted=False, serves=True)
 
 
 def test_a_tokenizer_that_ends_completions_elsewhere_is_refused() -> None:

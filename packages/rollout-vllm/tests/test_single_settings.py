@@ -20,6 +20,7 @@ PLAIN: dict[str, object] = {
     "attention_backend": None,
     "quantization": None,
     "speculation": None,
+    "lora": None,
     "enable_sleep": False,
     "return_routed_experts": False,
 }

@@ -38,7 +38,12 @@ LATER = {
 # the parameters that the package gives by name or place
 CALLS = {
     "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args", "usage_context"),
-    "vllm.v1.engine.async_llm:AsyncLLM.add_request": ("request_id", "prompt", "params"),
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": (
+        "request_id",
+        "prompt",
+        "params",
+        "lora_request",
+    ),
     "vllm.v1.engine.async_llm:AsyncLLM.abort": ("request_id", "internal"),
     "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("method",),
@@ -46,7 +51,33 @@ CALLS = {
     "vllm.v1.engine.async_llm:AsyncLLM.update_weights": ("request",),
     "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("level", "mode"),
     "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("tags",),
-    "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id"),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": (
+        "prompt",
+        "sampling_params",
+        "request_id",
+        "lora_request",
+    ),
+    "vllm.lora.lora_model:LoRAModel.__init__": ("lora_model_id", "rank", "loras"),
+    "vllm.lora.lora_weights:LoRALayerWeights.__init__": (
+        "module_name",
+        "rank",
+        "lora_alpha",
+        "lora_a",
+        "lora_b",
+        "scaling",
+    ),
+    "vllm.lora.model_manager:LoRAModelManager.add_adapter": ("adapter",),
+    "vllm.lora.model_manager:LoRAModelManager.activate_adapter": ("lora_id",),
+    "vllm.lora.model_manager:LoRAModelManager.remove_adapter": ("adapter_id",),
+    # replaced on the CPU by a function of these names
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear": (
+        "y",
+        "x",
+        "lora_a_stacked",
+        "lora_b_stacked",
+        "scale",
+        "output_slices",
+    ),
     "vllm.inputs:tokens_input": ("prompt_token_ids",),
     # replaced on the CPU by functions of these names
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": (

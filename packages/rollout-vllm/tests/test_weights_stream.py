@@ -42,7 +42,6 @@ def weights(seed: int) -> dict[str, Tensor]:
 def stream(
     *,
     carriage: Carriage = "shared",
-    num_receivers: int = 1,
     timeout_s: float = 20.0,
     checksums: bool = False,
 ) -> WeightStream:
@@ -52,7 +51,6 @@ def stream(
         dtype="bfloat16",
         device=CPU,
         carriage=carriage,
-        num_receivers=num_receivers,
         bucket_bytes=2**15,
         timeout_s=timeout_s,
         checksums=checksums,
@@ -93,13 +91,13 @@ def in_thread(work: Callable[[], T]) -> "Future[T]":
 def test_every_value_arrives(carriage: Carriage, num_receivers: int) -> None:
     """Cast to the sampler's type, cut where the bucket ends, version after version."""
     receivers = [StreamReceiver(CPU) for _ in range(num_receivers)]
-    with stream(carriage=carriage, num_receivers=num_receivers, checksums=True) as sender:
+    with stream(carriage=carriage, checksums=True) as sender:
         for version in (1, 2):
             sent = weights(version)
             offered = sender.offer(PolicyVersion(version))
             instructions = offered.instructions()
             taking = [in_thread(partial(take, receiver, instructions)) for receiver in receivers]
-            report = sender.send(sent.items())
+            report = sender.send(sent.items(), num_receivers=num_receivers)
             for future in taking:
                 taken = future.result()
                 assert set(taken) == set(sent)
@@ -114,14 +112,15 @@ def test_every_value_arrives(carriage: Carriage, num_receivers: int) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Socket, shared memory and folder go with the stream; the memory's name even before."""
+    """The folder goes with the stream; what an offer and the memory are found by, even before."""
     sender = stream()
-    folder = socket_of(sender.offer(PolicyVersion(0))).parent
+    earlier = sender.offer(PolicyVersion(0))
+    folder = socket_of(earlier).parent
     instructions = sender.offer(PolicyVersion(1)).instructions()
     taking = in_thread(lambda: take(StreamReceiver(CPU), instructions))
     sender.send(weights(1).items())
     taking.result()
-    assert [path.name for path in folder.iterdir()] == ["socket"]
+    assert not list(folder.iterdir())
     sender.close()
     sender.close()
     assert not folder.exists()
@@ -220,6 +219,32 @@ def test_a_refusal_reaches_the_sender(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("carriage", ["shared", "broadcast"])
+def test_receivers_come_and_go_between_versions(carriage: Carriage) -> None:
+    """Two take a version, one of them alone takes it again, and both take the next."""
+    receivers = [StreamReceiver(CPU) for _ in range(2)]
+    with stream(carriage=carriage) as sender:
+        for version, present in ((1, receivers), (1, receivers[1:]), (2, receivers)):
+            instructions = sender.offer(PolicyVersion(version)).instructions()
+            taking = [in_thread(partial(take, receiver, instructions)) for receiver in present]
+            sender.send(weights(version).items(), num_receivers=len(present))
+            for future in taking:
+                assert torch.equal(future.result()["embed"], weights(version)["embed"].bfloat16())
+    for receiver in receivers:
+        receiver.close()
+
+
+def test_a_late_answer_is_not_one_to_the_next_offer() -> None:
+    """A refusal of version 1 that arrives after version 2 was offered harms nobody."""
+    with stream() as sender:
+        first = sender.offer(PolicyVersion(1))
+        second = sender.offer(PolicyVersion(2))
+        first.refuse("too late")
+        taking = in_thread(lambda: take(StreamReceiver(CPU), second.instructions()))
+        sender.send(weights(2).items())
+        assert torch.equal(taking.result()["embed"], weights(2)["embed"].bfloat16())
+
+
 def test_a_receiver_that_does_not_come_is_named() -> None:
     """The wait is bounded, and the message says who waited for whom."""
     with stream(timeout_s=0.05) as sender:
@@ -265,8 +290,12 @@ def test_settings_that_cannot_work_are_refused() -> None:
     tensors = {"wide": TensorHeader("F32", (2, 4096))}
     with pytest.raises(ValueError, match=r"bucket_bytes of 16896 or more \(a row of 'wide' must"):
         WeightStream(tensors, dtype="bfloat16", device=CPU, bucket_bytes=2**13)
-    with pytest.raises(ValueError, match="expected num_receivers of 1 or more"):
-        WeightStream(tensors, dtype="bfloat16", device=CPU, num_receivers=0)
+    with pytest.raises(ValueError, match="expected timeout_s above 0, got 0"):
+        WeightStream(tensors, dtype="bfloat16", device=CPU, timeout_s=0.0)
+    with stream() as sender:
+        sender.offer(PolicyVersion(1))
+        with pytest.raises(ValueError, match="expected num_receivers of 1 or more, got 0"):
+            sender.send(weights(1).items(), num_receivers=0)
     with pytest.raises(ValueError, match="version of 0 or more, got -1"), stream() as sender:
         sender.offer(PolicyVersion(-1))
 
@@ -293,6 +322,7 @@ def test_each_worker_takes_from_the_sender_on_its_own_device(
         later = on("cuda B", partial(senders["cuda B"].offer, PolicyVersion(2)))
         with pytest.raises(ValueError, match=r"the same weights, got version 1 .* and version 2"):
             offered_together([offers[0], later])
+        offers[1] = on("cuda B", partial(senders["cuda B"].offer, PolicyVersion(1)))
         instructions = offered_together(offers).instructions()
         taking = [
             in_thread(partial(on, name, partial(take, StreamReceiver(CPU), instructions)))

@@ -14,6 +14,7 @@ from verl_conversion.overrides import Value
 from verl_conversion.releases import RELEASES, Release, defaults_of
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+M = "actor_rollout_ref.model."
 OVERLONG = "+reward.reward_kwargs.overlong_buffer_cfg."
 
 
@@ -246,6 +247,30 @@ def test_offloading(flags: tuple[str, str], expected: str | None, reason: str) -
     assert values(found, "engine.offload") == [expected]
     about = line(found, key)
     assert any(reason in text for text in (*about.why, *(s.note for s in about.to)))
+
+
+def test_activations_on_the_host_need_checkpointing() -> None:
+    """Which is on in verl unless it is switched off; without it verl sends more than inputs."""
+    on, kept = f"{M}enable_activation_offload=True", f"{M}enable_gradient_checkpointing=False"
+    paths = ("engine.activation_checkpointing", "engine.offload_activations")
+    found = sync(on)
+    assert values(found, *paths) == ["full", True]
+    assert (line(found, on).labels, line(found, on).decide) == (("carried",), False)
+    without = sync(on, kept)
+    assert values(without, *paths) == ["none", None]
+    for override in (on, kept):
+        assert line(without, override).decide
+        assert "verl sends all that a layer keeps" in line(without, override).why[0]
+    off = line(sync(f"{M}enable_activation_offload=False"), f"{M}enable_activation_offload=False")
+    assert (off.labels, off.decide) == (("carried", "default"), False)
+
+
+def test_veomni_has_activations_on_the_device() -> None:
+    on = f"{M}enable_activation_offload=True"
+    found = sync("model_engine=veomni", on)
+    assert values(found, "engine.offload_activations") == [None]
+    assert line(found, on).decide
+    assert "engine-veomni keeps activations on the device" in line(found, on).why[0]
 
 
 def test_ranks_of_fsdp() -> None:

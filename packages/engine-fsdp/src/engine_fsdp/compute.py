@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine_fsdp.block_inputs import InputsOnHost
 from engine_fsdp.config import FsdpConfig
 from engine_fsdp.head import TokenStatistics
 from engine_fsdp.inputs import ModelInputs, model_inputs
@@ -65,10 +66,13 @@ class ShardedPolicy:
             num_shards=config.parallel.fsdp_size,
             offload=config.offload,
         )
+        self._inputs = InputsOnHost() if config.offload_activations else None
         self._verify()
         # After it, since calls are not counted inside of compiled blocks.
         model.wrap_blocks(
-            checkpointing=config.activation_checkpointing, compiled=config.compile_blocks
+            checkpointing=config.activation_checkpointing,
+            compiled=config.compile_blocks,
+            inputs=self._inputs,
         )
 
     def prepare(self, batch: TokenBatch) -> ModelInputs:
@@ -93,8 +97,10 @@ class ShardedPolicy:
         return TokenStatistics(logprobs, entropies)
 
     def reshard(self) -> None:
-        """Free gathered weights; see `shard`."""
+        """Free gathered weights, see `shard`, and what a backward pass that failed left."""
         self._reshard()
+        if self._inputs is not None:
+            self._inputs.settle()
 
     def _spread(self, rows: Tensor, inputs: ModelInputs) -> Tensor:
         """Values of this rank's rows, to all tokens of the micro-batch."""

@@ -68,6 +68,21 @@ def _determinable(
         raise ValueError(message)
 
 
+def _leaves_inputs_alone(
+    instance: "FsdpConfig",
+    attribute: "attrs.Attribute[bool]",
+    value: bool,  # noqa: FBT001
+) -> None:
+    if value and instance.activation_checkpointing != "full":
+        message = (
+            f"{attribute.name} = True and activation_checkpointing = "
+            f"{instance.activation_checkpointing!r}: the inputs of blocks are what goes to the "
+            "host, and they are all that blocks keep only with activation_checkpointing = 'full'; "
+            f"set it, or {attribute.name} off"
+        )
+        raise ValueError(message)
+
+
 @attrs.frozen(kw_only=True)
 class MuonConfig:
     """Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for the matrices inside of the blocks.
@@ -129,6 +144,32 @@ def _muon_fits(
         raise ValueError(message)
 
 
+def _moments_fit(
+    instance: "FsdpConfig",
+    attribute: "attrs.Attribute[bool]",
+    value: bool,  # noqa: FBT001
+) -> None:
+    others = {
+        "muon": (instance.muon, "it keeps one moment of the same matrices, in float32"),
+        "lora": (instance.lora, "the adapters' moments are few"),
+        "offload = 'parameters'": (
+            instance.offload != "none",
+            "the moments lie in the host's memory then, where the step would be compiled too",
+        ),
+        "deterministic": (
+            instance.deterministic,
+            "torch.compile chooses the step's kernels by how fast they ran",
+        ),
+    }
+    for name, (setting, reason) in others.items():
+        if value and setting:
+            message = (
+                f"{attribute.name} = True and {name}: {reason}; leave {name} out, or "
+                f"{attribute.name} off"
+            )
+            raise ValueError(message)
+
+
 @attrs.frozen(kw_only=True)
 class FsdpConfig:
     """One policy, how it computes and how it is optimized.
@@ -170,6 +211,13 @@ class FsdpConfig:
     least memory, for about a third more time. "selective" keeps attention and every second matrix
     product besides. Default: keep all, which is fastest."""
 
+    offload_activations: bool = attrs.field(default=False, validator=_leaves_inputs_alone)
+    """Keep the inputs of checkpointed blocks in the host's memory until the backward pass. They
+    leave and come back beside the computation, and the device holds two of them at a time: for
+    micro-batches that do not fit otherwise. Each rank pins tokens x hidden size x 2 bytes (4 in
+    float32) for every block, which torch rounds up to a power of two (2.13,
+    CachingHostAllocator.h). GPUs and full checkpointing only. Default: on the device."""
+
     compile_blocks: bool = attrs.field(default=False, validator=_compilable)
     """Run each block as one graph of torch.compile: fewer passes over memory, and a minute or so at
     the first batch. GPUs and bfloat16 only. Default: off."""
@@ -190,6 +238,14 @@ class FsdpConfig:
 
     muon: MuonConfig | None = attrs.field(default=None, validator=_muon_fits)
     """Muon for the matrices inside of the blocks. Default: AdamW for everything."""
+
+    eight_bit_moments: bool = attrs.field(default=False, validator=_moments_fit)
+    """Keep the moments of AdamW in 8 bits (Dettmers et al. 2021, arXiv:2110.02861) where they are
+    many: those of the blocks' matrices, 2.03 bytes for each weight instead of 8. 256 neighbours in
+    a row share a scale; matrices whose rows do not divide into them, embedding, head and norms keep
+    float32. The smallest moments become 0: an element whose gradients are below 1/2500 of the
+    largest among its 256 moves up to 1 / sqrt(1 - beta2) times as far as it would. Needs the extra
+    `eight-bit` (torchao), whose step is compiled. Default: float32."""
 
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: patterns for their names, in which * stands for anything,

@@ -59,10 +59,15 @@ def claim_device(device: torch.device, config: FsdpConfig) -> torch.device:
 
 
 def _refuse_on_cpu(config: FsdpConfig) -> None:
-    asked = {"compile_blocks": config.compile_blocks, "offload": config.offload != "none"}
+    asked = {
+        "compile_blocks": config.compile_blocks,
+        "offload": config.offload != "none",
+        "offload_activations": config.offload_activations,
+    }
     reasons = {
         "compile_blocks": "compiled blocks are for GPUs: set compile_blocks = False",
         "offload": "weights and optimizer are in host memory already: set offload = 'none'",
+        "offload_activations": "they are in host memory already: set offload_activations = False",
     }
     for name, is_asked in asked.items():
         if is_asked:

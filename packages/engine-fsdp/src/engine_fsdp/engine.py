@@ -23,7 +23,12 @@ from engine_fsdp.roll_call import RollCall, require_process_group
 from engine_fsdp.saving import PendingCheckpoint
 from engine_fsdp.sharding import clip_gradients, gradient_norm
 from engine_fsdp.state import TrainingState
-from engine_fsdp.training_set import block_matrices, freeze, trained_parameters
+from engine_fsdp.training_set import (
+    block_matrices,
+    eight_bit_weights,
+    freeze,
+    trained_parameters,
+)
 from parallel_state.mesh import build_meshes
 from parallel_state.parking import (
     Parked,
@@ -83,6 +88,7 @@ class FsdpEngine:
             config.optim,
             muon=config.muon,
             matrices=block_matrices(self._model),
+            eight_bit=eight_bit_weights(self._model) if config.eight_bit_moments else frozenset(),
         )
         self._state = TrainingState(
             self._model, self._optimizer, mesh=self._mesh, device=self._device

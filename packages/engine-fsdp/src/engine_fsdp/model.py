@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from engine_fsdp.attention import ATTENTION_NAME, PackedSequences, lay_out, register_attention
+from engine_fsdp.block_inputs import InputsOnHost
 from engine_fsdp.blocks import wrap_block
 from engine_fsdp.config import ActivationCheckpointing
 from engine_fsdp.head import TokenStatistics, linear_logprobs, linear_statistics
@@ -94,12 +95,17 @@ class PackedCausalLM(nn.Module):
         )
         return TokenStatistics(logprobs, logprobs.detach()[:0])
 
-    def wrap_blocks(self, *, checkpointing: ActivationCheckpointing, compiled: bool) -> None:
-        """Run every block as configured; see `wrap_block`."""
+    def wrap_blocks(
+        self,
+        *,
+        checkpointing: ActivationCheckpointing,
+        compiled: bool,
+        inputs: InputsOnHost | None = None,
+    ) -> None:
+        """Run every block as configured; see `wrap_block`, and `InputsOnHost` if it is given."""
         for block in self.blocks:
-            block.forward = wrap_block(
-                block.forward, checkpointing=checkpointing, compiled=compiled
-            )
+            wrapped = wrap_block(block.forward, checkpointing=checkpointing, compiled=compiled)
+            block.forward = wrapped if inputs is None else inputs.wrap(wrapped)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All that belongs into a Hugging Face checkpoint; a tied weight once, experts stacked."""

@@ -5,7 +5,7 @@ tensors that have shapes and no data, through this package's own code: attention
 checkpointing. What is alive then is counted (see `LiveBytes`). What FSDP2 adds is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -15,14 +15,20 @@ from torch import Tensor
 
 from engine_fsdp.attention import ATTENTION_NAME, lay_out, register_attention
 from engine_fsdp.config import FsdpConfig
+from engine_fsdp.eight_bit import BYTES_PER_WEIGHT
 from engine_fsdp.head import _chunk_rows
 from engine_fsdp.live_bytes import LiveBytes
 from engine_fsdp.lora import Adapters
 from engine_fsdp.model import PackedCausalLM
-from engine_fsdp.training_set import block_matrices, freeze, trained_parameters
+from engine_fsdp.training_set import (
+    block_matrices,
+    eight_bit_weights,
+    freeze,
+    trained_parameters,
+)
 
 _MASTER_BYTES = 4
-"""Master weights, gradient and moments are float32."""
+"""Master weights and gradient are float32, and moments that have not 8 bits."""
 
 _COMPUTE_BYTES = 2
 """Gathered weights are bfloat16."""
@@ -105,14 +111,18 @@ def plan(config: FsdpConfig, *, tokens: int, scored_tokens: int | None = None) -
     whole = sum(parameter.numel() for parameter in model.parameters())
     trained = trained_parameters(model)
     by_muon = block_matrices(model) & trained.keys() if config.muon else frozenset[str]()
-    num_moments = sum(p.numel() * (1 if n in by_muon else 2) for n, p in trained.items())
+    small = eight_bit_weights(model) if config.eight_bit_moments else frozenset[str]()
+    moments = sum(
+        p.numel() * (BYTES_PER_WEIGHT if n in small else _MASTER_BYTES * (1 if n in by_muon else 2))
+        for n, p in trained.items()
+    )
     kept, head, peak = _run(model, config, tokens, scored_tokens)
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     at_work = min(sum(blocks), _GATHERED_BLOCKS * max(blocks)) if shards > 1 else sum(blocks)
     return MemoryPlan(
         weights=on_device * whole // shards,
         gradient=on_device * sum(p.numel() for p in trained.values()) // shards,
-        moments=on_device * num_moments // shards,
+        moments=0 if config.offload == "parameters" else int(moments) // shards,
         gathered=_COMPUTE_BYTES * (whole - sum(blocks) + at_work),
         activations=kept,
         head=head,
@@ -166,6 +176,10 @@ def _run(
     shared = -(-tokens // config.parallel.ulysses_size)
     scored = min(shared, tokens if scored_tokens is None else scored_tokens)
     model.wrap_blocks(checkpointing=config.activation_checkpointing, compiled=False)
+    if config.offload_activations:
+        inputs = _InputsOfSizes()
+        for block in model.blocks:
+            block.forward = inputs.wrap(block.forward)
     meta = torch.device("meta")
     ids = torch.zeros(shared, dtype=torch.int64, device=meta)
     packed = lay_out(
@@ -193,6 +207,40 @@ def _run(
         head = live.now - kept
         logprobs.sum().backward()
     return kept, head, live.peak
+
+
+@final
+class _InputsOfSizes:
+    """What `InputsOnHost` has on the device, of inputs that have no data to be copied.
+
+    That is the one which a block computes with, and the one which left last or comes next.
+    """
+
+    def __init__(self) -> None:
+        self._num_kept = 0
+        self._under_way: Tensor | None = None
+
+    def wrap(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def with_input_on_host(*args: object, **kwargs: object) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, self._unpack):
+                return forward(*args, **kwargs)
+
+        return with_input_on_host
+
+    def _keep(self, tensor: Tensor) -> int | Tensor:
+        if not tensor.numel():  # torch 2.11 keeps an empty one beside the input
+            return tensor
+        self._num_kept += 1
+        self._under_way = tensor.detach()
+        return self._num_kept
+
+    def _unpack(self, number: int | Tensor) -> Tensor:
+        if isinstance(number, Tensor):
+            return number
+        tensor = self._under_way
+        assert tensor is not None  # noqa: S101  # each backward pass begins with the last block
+        self._under_way = torch.empty_like(tensor) if number > 1 else None
+        return tensor
 
 
 class _HeadOfSizes(torch.autograd.Function):

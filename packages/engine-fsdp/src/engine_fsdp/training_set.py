@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from engine_fsdp.eight_bit import SCALED_TOGETHER
 from engine_fsdp.model import PackedCausalLM
 from engine_fsdp.sharding import local
 
@@ -52,6 +53,34 @@ def block_matrices(model: PackedCausalLM) -> frozenset[str]:
         for name, parameter in model.model.named_parameters()
         if id(parameter) in inside and parameter.ndim == _MATRIX_NDIM
     )
+
+
+def eight_bit_weights(model: PackedCausalLM) -> frozenset[str]:
+    """Names of the trained weights whose moments have 8 bits, if that is asked for.
+
+    They are the matrices inside of the blocks, and stacks of them, whose rows divide into pieces
+    that share a scale. Embedding and head are not among them: their gradients differ most from row
+    to row (Dettmers et al. 2021, arXiv:2110.02861, section 2.3).
+
+    Raises:
+        ValueError: if there are none.
+    """
+    inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
+    matrices = {
+        name: parameter
+        for name, parameter in trained_parameters(model).items()
+        if id(parameter) in inside and parameter.ndim >= _MATRIX_NDIM
+    }
+    found = {name for name, matrix in matrices.items() if matrix.shape[-1] % SCALED_TOGETHER == 0}
+    if not found:
+        lengths = ", ".join(map(str, sorted({matrix.shape[-1] for matrix in matrices.values()})))
+        message = (
+            "eight_bit_moments = True: expected trained matrices in the blocks whose rows are "
+            f"multiples of the {SCALED_TOGETHER} elements that share a scale, got rows of "
+            f"{lengths or 'nothing, since none is trained'}; set eight_bit_moments = False"
+        )
+        raise ValueError(message)
+    return frozenset(found)
 
 
 def digest(weights: Mapping[str, Tensor], *, mesh: DeviceMesh) -> Tensor:

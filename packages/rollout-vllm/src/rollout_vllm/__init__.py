@@ -13,6 +13,7 @@ from rollout_vllm.errors import (
     StartError,
     WeightUpdateError,
 )
+from rollout_vllm.lora import Lora, adapter_weights
 from rollout_vllm.offered import OfferedWeights
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.publication import Publication
@@ -32,6 +33,7 @@ __all__ = [
     "GenerationError",
     "InFlight",
     "LoadFormat",
+    "Lora",
     "MemoryChange",
     "OfferedWeights",
     "Publication",
@@ -52,6 +54,7 @@ __all__ = [
     "VllmConfig",
     "VllmSampler",
     "WeightUpdateError",
+    "adapter_weights",
     "engine_environment",
     "publish_weights",
 ]

@@ -80,6 +80,10 @@ _OWNED: Mapping[str, str] = MappingProxyType(
         "quantization": "use VllmConfig.quantization",
         "quantization_config": _QUANTIZED_ALL,
         **dict.fromkeys(("speculative_config", *_SPECULATION), "use VllmConfig.speculation"),
+        **dict.fromkeys(
+            ("enable_lora", "lora_target_modules", "max_lora_rank", "max_loras"),
+            "use VllmConfig.lora",
+        ),
         "hf_overrides": "use VllmConfig.hf_overrides",
         "enable_sleep_mode": "use VllmConfig.enable_sleep",
         "enable_return_routed_experts": "use VllmConfig.return_routed_experts",
@@ -124,9 +128,9 @@ _NOT_UPDATABLE = frozenset(
 )
 
 _ONE_DEVICE = "it has no effect: the engine runs on one device in one process"
-_NO_LORA = (
-    "adapters are not taken as updates of the weights: let the trainer merge its adapters into the "
-    "weights that it exports, which needs no setting here (VllmConfig)"
+_ONE_ADAPTER = (
+    "VllmConfig.lora takes one adapter for all requests, of linear layers of the blocks, in the "
+    "type of the weights, and no other use has been shown to be right"
 )
 _EAGER = "it has no effect: VllmConfig.enforce_eager leaves no graph to compile or capture"
 _UNTESTED = "it is not supported yet: no test has shown that it does its work on GPUs"
@@ -194,19 +198,15 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
             "ubatch_size",
         ),
         **_each(
-            _NO_LORA,
+            _ONE_ADAPTER,
             "default_mm_loras",
-            "enable_lora",
             "enable_mixed_moe_lora_format",
             "enable_moe_shared_loras",
             "enable_tower_connector_lora",
             "fully_sharded_loras",
             "lora_dtype",
-            "lora_target_modules",
             "max_cpu_loras",
             "max_lora_cls_labels",
-            "max_lora_rank",
-            "max_loras",
             "specialize_active_lora",
         ),
         **_each(

@@ -8,6 +8,7 @@ import attrs
 
 from rollout_vllm.arguments import FIXED_ARGUMENTS, EffectiveArgument, check_free_arguments
 from rollout_vllm.device_rules import Device, check_device_rules
+from rollout_vllm.lora import Lora
 from rollout_vllm.overrides import check_overrides
 from rollout_vllm.server_config import ServerConfig
 from rollout_vllm.speculation import Speculation
@@ -36,6 +37,14 @@ _APART = (
     ("speculation", "pipeline_parallel_size"),
     ("speculation", "return_routed_experts"),
     ("speculation", "images_per_prompt"),
+    ("lora", "speculation"),
+    ("lora", "quantization"),
+    ("lora", "pipeline_parallel_size"),
+    ("lora", "tensor_parallel_size"),
+    ("lora", "data_parallel_size"),
+    ("lora", "enable_sleep"),
+    ("lora", "return_routed_experts"),
+    ("lora", "images_per_prompt"),
     ("pipeline_parallel_size", "return_routed_experts"),
     ("pipeline_parallel_size", "images_per_prompt"),
 )
@@ -144,6 +153,13 @@ class VllmConfig:
     """Guess next tokens and let the model check several at once, which changes no distribution;
     None, the default: one token a step. On the CPU only in this release, with vLLM 0.32."""
 
+    lora: Lora | None = attrs.field(
+        default=None, validator=attrs.validators.optional(attrs.validators.instance_of(Lora))
+    )
+    """Take adapters as updates, and keep the weights of the model's folder for good; None, the
+    default: updates are whole weights, into which a trainer merges its adapters. For dense models;
+    on the CPU with vLLM 0.32."""
+
     hf_overrides: Mapping[str, object] = attrs.field(factory=dict, converter=_copied)
     """Entries of the model's config.json that the sampler replaces, `rope_parameters` and
     `max_position_embeddings`, in `text_config` for models that have one. Each replaces all of the
@@ -219,6 +235,12 @@ class VllmConfig:
                 "float16, which vLLM quantises; got float32"
             )
             raise ValueError(message)
+        if self.lora is not None and self.device == "cuda" and self.dtype == "float32":
+            message = (
+                "VllmConfig: lora needs dtype bfloat16 or float16 on a GPU, as vLLM's kernels for "
+                "adapters there take no other (lora_shrink_op.py, 0.25 to 0.32); got float32"
+            )
+            raise ValueError(message)
         check_overrides(self.hf_overrides)
         self._check_together()
         check_device_rules(
@@ -232,6 +254,7 @@ class VllmConfig:
                 "attention_backend": self.attention_backend,
                 "quantization": self.quantization,
                 "speculation": self.speculation,
+                "lora": self.lora,
                 "enable_sleep": self.enable_sleep,
                 "return_routed_experts": self.return_routed_experts,
             },
@@ -304,6 +327,7 @@ def _as_given(config: VllmConfig) -> dict[str, EffectiveArgument]:
         "attention_backend": config.attention_backend,
         "quantization": config.quantization,
         "speculation": None if config.speculation is None else config.speculation.as_argument(),
+        "lora": config.lora is not None or None,
         "hf_overrides": copy.deepcopy(dict(config.hf_overrides)) or None,
         # left out when off, as vLLM names the latter elsewhere from 0.31 on
         "enable_sleep": config.enable_sleep or None,
@@ -335,6 +359,8 @@ def _derived(config: VllmConfig) -> dict[str, EffectiveArgument]:
             value=_LEAST_SHARE, origin="derived from VllmConfig.kv_cache_gib, which fixes the cache"
         )
     derived["skip_tokenizer_init"] = _skips_tokenizer(config)
+    if config.lora is not None:
+        derived |= config.lora.further_arguments()
     if config.images_per_prompt:
         derived["limit_mm_per_prompt"] = EffectiveArgument(
             value={"image": config.images_per_prompt, "video": 0},

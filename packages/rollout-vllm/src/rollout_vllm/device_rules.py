@@ -79,6 +79,11 @@ _ON_CPU: Mapping[str, _Measured] = {
         "has not been shown to draw guessed tokens from the model's distribution there; use 0.32, "
         "or leave it out",
     ),
+    "lora": _Measured(
+        ((0, 32),),
+        None,
+        "has not been shown to apply adapters right there; use 0.32, or leave it out",
+    ),
 }
 
 

@@ -31,8 +31,9 @@ from rollout_vllm.engine_report import report_settings
 from rollout_vllm.engine_seeds import seed_engine
 from rollout_vllm.file_receiver import published_headers, published_pieces
 from rollout_vllm.headers import TensorHeader
+from rollout_vllm.lora_loading import AdapterLoader, adapter_manager
 from rollout_vllm.stream_receiver import IncomingStream, StreamReceiver
-from rollout_vllm.weight_loading import TIED_HEAD, WeightLoader
+from rollout_vllm.weight_loading import TIED_HEAD, Loading, WeightLoader
 
 
 @dataclass
@@ -72,6 +73,9 @@ class RolloutTransferEngine(WeightTransferEngine[RolloutInitInfo, RolloutUpdateI
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.loader = WeightLoader(model, vllm_config.model_config, device)
+        self.adapters: AdapterLoader | None = None
+        """Takes all updates, where they are adapters."""
+
         self._streams = StreamReceiver(device)
         self._incoming: IncomingStream | None = None
         self._meeting_s = 0.0
@@ -131,7 +135,11 @@ class RolloutTransferEngine(WeightTransferEngine[RolloutInitInfo, RolloutUpdateI
         tied: bool,
     ) -> None:
         met = time.perf_counter()
-        loading = self.loader.begin(tensors, tied=tied)
+        loading: Loading = (
+            self.loader.begin(tensors, tied=tied)
+            if self.adapters is None
+            else self.adapters.begin()
+        )
         begun = time.perf_counter()
         loading_s = 0.0
         for pieces in buckets:
@@ -178,6 +186,23 @@ class WorkerExtension:
         """Do what vLLM has left undone at its start."""
         if self.device.type == "cpu":
             prepare_cpu(self.vllm_config, self.model_runner)
+
+    def rollout_prepare_adapter(
+        self, shapes: dict[str, list[int]], rank: int, scaling: float
+    ) -> None:
+        """Take adapters from now on, and begin with one of zeros."""
+        engine = self.weight_transfer_engine
+        engine.adapters = AdapterLoader(
+            adapter_manager(engine.model),
+            shapes,
+            rank=rank,
+            scaling=scaling,
+            device=self.device,
+        )
+
+    def rollout_take_adapter(self, update_info: dict[str, object]) -> None:
+        """Replace the adapter, without the end of vLLM's updates, which forgets all of them."""
+        self.weight_transfer_engine.update_weights(update_info)
 
     def rollout_meet(self, instructions: dict[str, object]) -> None:
         """Reach the sender of an update, if there is one, before a weight is touched."""

@@ -20,6 +20,7 @@ _PARTS = {
     "attention": "attention_config",
     "aux_output": "aux_output_config",
     "speculative": "speculative_config",
+    "lora": "lora_config",
 }
 # beginnings of the names of vLLM's methods, for linear layers and for experts, and what our config
 # calls them; from vllm/model_executor/layers/quantization/online/fp8.py, 0.23 to 0.32
@@ -45,6 +46,9 @@ def report_settings(config: EngineConfig, *, model_runner: object) -> dict[str, 
         "attention_backend": _attention_backend(model_runner),
         "quantization": _quantization(getattr(model_runner, "model", None)),
     }
+    if config.lora_config is not None:
+        plain["lora"]["enable_lora"] = True
+        plain["lora"]["target_modules"] = list(config.lora_config.target_modules or ())
     limits = _multimodal_limits(config)
     if limits is not None:
         plain["multimodal"] = limits

@@ -19,9 +19,10 @@ def check_model(config: VllmConfig) -> None:
 
     Raises:
         ValueError: if the folder has no config.json, or no tokenizer for a server, if experts are
-            to be shared or returned and the model has none, if they cannot be shared evenly, if
-            images are asked of a model that does not see, or the other way round, or if an entry
-            of `hf_overrides` would have no effect on this model, or hold weights in it.
+            to be shared or returned and the model has none, if they cannot be shared evenly or do
+            not go with quantisation or adapters, if images are asked of a model that does not see,
+            or the other way round, or if an entry of `hf_overrides` would have no effect on this
+            model, or hold weights in it.
     """
     file = Path(config.model) / "config.json"
     if not file.is_file():
@@ -54,6 +55,18 @@ def check_model(config: VllmConfig) -> None:
             f"VllmConfig: quantization = {config.quantization!r} cannot run on the CPU with a "
             f"mixture of experts ({experts} in {str(file)!r}): vLLM's CPU build has no kernel that "
             "scales them (0.32); leave it out"
+        )
+        raise ValueError(message)
+    if experts and config.lora is not None:
+        why = {
+            "cpu": "beside adapters vLLM computes experts with Triton, which its CPU build does "
+            "not have (0.32)",
+            "cuda": "it has not run on GPUs, and nothing shows that it is right there",
+        }
+        message = (
+            f"VllmConfig: lora cannot run with a mixture of experts ({experts} in {str(file)!r}), "
+            f"whichever layers are adapted: {why[config.device]}; leave it out, and export whole "
+            "weights with the adapters merged"
         )
         raise ValueError(message)
     wanted = {

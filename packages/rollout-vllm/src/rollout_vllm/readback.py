@@ -15,6 +15,7 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = {
     # the configured ones are wishes; these are those whose kernels run
     "attention_backend": ("worker", "attention_backend"),
     "quantization": ("worker", "quantization"),
+    "lora_target_modules": ("lora", "target_modules"),
     # each engine of a dense model believes that it is alone (vllm/v1/engine/core.py)
     "data_parallel_size": ("client", "num_engines"),
     "max_cudagraph_capture_size": ("compilation", "max_cudagraph_capture_size"),
@@ -74,7 +75,8 @@ def _problems(
             for difference in _differences(asked, part, complete=name == "hf_overrides")
         ] or ([] if parts else [unverified])
     found = _found(name, reported)
-    if not found or not isinstance(argument.value, Plain):
+    is_plain = isinstance(argument.value, Plain) or name == "lora_target_modules"
+    if not found or not is_plain:
         return [unverified]
     return [
         f"{described}, the engine reports {value!r}" for value in found if value != argument.value

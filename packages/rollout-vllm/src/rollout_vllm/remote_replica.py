@@ -32,7 +32,7 @@ from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.engine import InFlight
 from rollout_vllm.publication import Publication
 from rollout_vllm.replica import ReplicaLostError
-from rollout_vllm.sleep import MemoryChange
+from rollout_vllm.sleep import MemoryChange, Part
 
 
 class Remote(Protocol):
@@ -117,9 +117,9 @@ class RemoteReplica:
         """As `VllmSampler.sleep`."""
         return cast("MemoryChange", await self._call("sleep", keep_weights=keep_weights))
 
-    async def wake(self) -> MemoryChange:
-        """As `VllmSampler.wake`, all parts."""
-        return cast("MemoryChange", await self._call("wake"))
+    async def wake(self, parts: Sequence[Part]) -> MemoryChange:
+        """As `VllmSampler.wake`."""
+        return cast("MemoryChange", await self._call("wake", list(parts)))
 
     async def ping(self) -> PolicyVersion:
         """As `VllmSampler.ping`."""

@@ -13,7 +13,7 @@ from rollout_vllm.engine import InFlight
 from rollout_vllm.errors import RolloutError
 from rollout_vllm.publication import Publication
 from rollout_vllm.replica_choice import MOST_ABOVE_MEAN
-from rollout_vllm.sleep import MemoryChange
+from rollout_vllm.sleep import MemoryChange, Part
 
 
 class ReplicaLostError(RolloutError):
@@ -47,8 +47,8 @@ class Replica(Protocol):
     async def sleep(self, *, keep_weights: bool) -> MemoryChange:
         """As `VllmSampler.sleep`."""
 
-    async def wake(self) -> MemoryChange:
-        """As `VllmSampler.wake`, all parts."""
+    async def wake(self, parts: Sequence[Part]) -> MemoryChange:
+        """As `VllmSampler.wake`."""
 
     async def ping(self) -> PolicyVersion:
         """The version of its weights, if its engine is alive."""

@@ -4,14 +4,14 @@
 
     serving ── died, or no answer ──▶ down ── start ──▶ starting ── prepare ──▶ serving
 
-What a replica needs before it may serve, and when it must not be started, is said by the
-`rollout_vllm.replicas.ReplicaSet` above.
+What a replica needs before it may serve, and when it must not be started, is said by
+`rollout_vllm.replica_updates`.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import NamedTuple, final
 
 from rollout_vllm.errors import RolloutError, SamplerClosedError
 from rollout_vllm.gathered import gathered
@@ -33,6 +33,14 @@ class Slot:
         """Set when that replica is gone."""
 
 
+class Outcome(NamedTuple):
+    """How something that was asked of several replicas went with one."""
+
+    slot: Slot
+    replica: Replica
+    error: Exception | None
+
+
 @final
 class ReplicaKeeper:
     """The replicas of a set, each in its slot.
@@ -41,7 +49,7 @@ class ReplicaKeeper:
         start_replica: starts replica number i; called again when it has died.
         config: how many, and when one counts as dead.
         joining: held while a replica is prepared and joins, so that nothing changes meanwhile.
-        prepare: brings a replica that was started to what the others are like.
+        prepare: brings a replica that was started to what the others are like, in limited time.
     """
 
     def __init__(
@@ -104,9 +112,21 @@ class ReplicaKeeper:
         self,
         act: Callable[[Replica], Awaitable[object]],
         *,
+        members: Sequence[tuple[Slot, Replica]] | None = None,
         lost_on: tuple[type[Exception], ...] = (),
-    ) -> list[Exception | None]:
-        """Do it on all that serve at once; those that are lost are replaced, with these errors."""
+        spared_on: tuple[type[Exception], ...] = (),
+    ) -> list[Outcome]:
+        """Do it on several replicas at once; those that are lost are replaced.
+
+        Args:
+            act: what to do.
+            members: on whom, one that is about to join among them; None: on all that serve.
+            lost_on: errors of a replica that is not whole any more, beside those of a lost one.
+            spared_on: errors of a replica that is as it was.
+
+        Raises:
+            Exception: any other error, once all have ended.
+        """
         limit = self._config.update_timeout_s
         lost: tuple[type[Exception], ...] = (
             ReplicaLostError,
@@ -114,25 +134,28 @@ class ReplicaKeeper:
             TimeoutError,
             *lost_on,
         )
-        errors: list[Exception | None] = []
 
-        async def one(slot: Slot, replica: Replica) -> None:
+        async def one(slot: Slot, replica: Replica) -> Outcome:
             try:
                 async with asyncio.timeout(limit):
                     await act(replica)
+            except spared_on as error:
+                return Outcome(slot, replica, error)
             except lost as error:
                 self.lose(slot, replica, error)
-                errors.append(error)
-            else:
-                errors.append(None)
+                return Outcome(slot, replica, error)
+            return Outcome(slot, replica, None)
 
+        asked = self.serving() if members is None else members
         results = await asyncio.gather(
-            *(one(slot, replica) for slot, replica in self.serving()), return_exceptions=True
+            *(one(slot, replica) for slot, replica in asked), return_exceptions=True
         )
+        outcomes: list[Outcome] = []
         for result in results:
-            if result is not None:
+            if isinstance(result, BaseException):
                 raise result
-        return errors
+            outcomes.append(result)
+        return outcomes
 
     def lose(self, slot: Slot, replica: Replica, error: Exception) -> None:
         """A replica is gone: let its requests go elsewhere, and start another one."""
@@ -149,12 +172,13 @@ class ReplicaKeeper:
     async def pause(self) -> None:
         """Start no replica until `go_on`, and end those that are being started.
 
-        Call it with `joining` held, so that none is about to join.
+        Call it with `joining` held, so that none is about to join; or in `prepare`, for the others.
         """
         self._may_start.clear()
-        for starting in self._starting:
+        others = [starting for starting in self._starting if starting is not asyncio.current_task()]
+        for starting in others:
             starting.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def until_ended(self) -> None:
         """Wait until no replica that was given up holds anything."""
@@ -169,6 +193,12 @@ class ReplicaKeeper:
         """Wake whoever waits in `until`."""
         async with self.changed:
             self.changed.notify_all()
+
+    async def give_up(self, reason: str, error: Exception) -> None:
+        """Keep nothing any more: whoever waits gets the reason."""
+        self.closed = SamplerClosedError(reason)
+        self.closed.__cause__ = error
+        await self.notify()
 
     async def close(self) -> None:
         """End all replicas; may be called twice."""
@@ -193,13 +223,12 @@ class ReplicaKeeper:
             except Exception as error:  # noqa: BLE001  (the caller's function may raise anything)
                 if attempt < self._config.max_failed_starts:
                     continue
-                self.closed = SamplerClosedError(
+                await self.give_up(
                     f"replica {slot.number} did not start {attempt} times in a row "
-                    f"(ReplicaSetConfig.max_failed_starts), last: {error}"
+                    f"(ReplicaSetConfig.max_failed_starts), last: {error}",
+                    error,
                 )
-                self.closed.__cause__ = error
             break
-        await self.notify()
 
     async def _fill(self, slot: Slot) -> None:
         """Have a replica in this slot, as soon as one may be started."""
@@ -231,8 +260,7 @@ class ReplicaKeeper:
             ) from error
         try:
             async with self._joining:
-                async with asyncio.timeout(self._config.update_timeout_s):
-                    await self._prepare(slot.number, replica)
+                await self._prepare(slot.number, replica)
                 slot.lost = asyncio.Event()
                 slot.replica = replica
         except BaseException:

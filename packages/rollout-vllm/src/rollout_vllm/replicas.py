@@ -9,16 +9,15 @@
        ▲                                                                                      │
        └──────────────────────────────────────────────────────────────────────────────────────┘
 
-    load_published: every replica checks ── one says no ──▶ ValueError, none was touched
-                    every replica loads  ── one breaks ──▶ it is replaced, the others go on
-                                         ── all died ──▶ the first that is back loads them
-                    meanwhile no new request starts, so none meets two versions by chance
+    load_from: every replica checks   ── one says no ──▶ ValueError, none was touched
+               every replica receives ── one breaks ──▶ it is replaced, the others go on
+               meanwhile no new request starts, so none meets two versions by chance
 
     sleep ──▶ the devices are somebody else's: requests wait, no replica is started ──▶ wake
 
 Knows neither processes nor Ray: it is given a function that starts replica number i. What that
 returns may be a `VllmSampler` of this process, or a handle of one in an actor on another machine.
-`rollout_vllm.replica_keeper` keeps them running.
+`rollout_vllm.replica_keeper` keeps them running, `rollout_vllm.replica_updates` at one version.
 """
 
 import asyncio
@@ -33,11 +32,13 @@ from rl_contracts.images import PromptImage
 from rl_contracts.rollout import Completion, PolicyVersion, SamplingParams
 from rollout_vllm.config import Dtype
 from rollout_vllm.engine import InFlight
-from rollout_vllm.errors import SamplerClosedError, SamplerDiedError, WeightUpdateError
+from rollout_vllm.errors import SamplerClosedError
 from rollout_vllm.replica import Replica, ReplicaLostError, ReplicaSetConfig
 from rollout_vllm.replica_choice import choose_replica
-from rollout_vllm.replica_keeper import MAY_BREAK, ReplicaKeeper, Slot
-from rollout_vllm.sleep import MemoryChange, SamplerAsleepError
+from rollout_vllm.replica_keeper import Slot
+from rollout_vllm.replica_updates import ReplicaUpdates
+from rollout_vllm.sleep import MemoryChange
+from rollout_vllm.weight_source import PublishedFiles, WeightSource
 from rollout_vllm.weights_sender import PublishedWeights, TensorLike, publish_weights
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (memory, under a fresh private folder)
@@ -56,17 +57,10 @@ class ReplicaSet:
         dtype: Dtype,
     ) -> None:
         self._config = config
-        self._policy_version = policy_version
         self._dtype: Dtype = dtype
-        self._current: PublishedWeights | None = None
         self._folder: Path | None = None
-        self._updates = asyncio.Lock()
-        self._versions = asyncio.Lock()
-        self._updating = False
-        self._asleep = False
-        self._keeper = ReplicaKeeper(
-            start_replica, config, joining=self._versions, prepare=self._prepare
-        )
+        self._updates = ReplicaUpdates(start_replica, config, policy_version=policy_version)
+        self._keeper = self._updates.keeper
 
     @classmethod
     async def start(
@@ -114,7 +108,7 @@ class ReplicaSet:
     @property
     def policy_version(self) -> PolicyVersion:
         """Version of the weights that the next token will be drawn from."""
-        return self._policy_version
+        return self._updates.policy_version
 
     @property
     def num_serving(self) -> int:
@@ -201,61 +195,43 @@ class ReplicaSet:
     async def load_published(
         self, published: PublishedWeights, *, in_flight: InFlight = "keep"
     ) -> None:
-        """Bring every replica to new weights, or none.
+        """Bring every replica to files that all of them see: `load_from` them.
 
-        New requests wait meanwhile. The files belong to the set from now on: it removes them when
-        the next version is there, or when it closes.
+        The files belong to the set from now on: it removes them when the next version is there, or
+        when it closes.
+
+        Raises:
+            ValueError: as `load_from`.
+            WeightUpdateError: as `load_from`.
+            SamplerAsleepError: if the set sleeps.
+            SamplerClosedError: as `load_from`.
+        """
+        await self.load_from(PublishedFiles(published), in_flight=in_flight)
+
+    async def load_from(self, source: WeightSource, *, in_flight: InFlight = "keep") -> None:
+        """Bring every replica to the weights that the source has, or none.
+
+        New requests wait meanwhile. A replica that is started later is sent what the source has
+        then; if that is newer than what the others have, all of them are.
+
+        With a source on the replicas' devices the set may sleep, and is awake afterwards.
 
         Args:
-            published: files that every replica sees.
+            source: belongs to the set until the next one does, and may be asked at any moment.
             in_flight: what becomes of running requests, see `rollout_vllm.in_flight`.
 
         Raises:
-            ValueError: if one replica refuses them; none was touched.
+            ValueError: if one replica refuses the weights; none was touched.
             WeightUpdateError: if no replica could load them; those that broke are replaced by ones
                 with the weights before. If all died meanwhile, those that come back are tried,
                 `ReplicaSetConfig.max_failed_starts` times in all.
-            SamplerAsleepError: if the set sleeps.
+            Exception: whatever the source raised, if it was not for a replica that died.
+            SamplerAsleepError: if the set sleeps, and the source does not share its devices.
             SamplerClosedError: if the set is closed, or has given up.
         """
-        async with self._updates:
-            self._keeper.check_open()
-            self._check_awake("load_published")
-            self._updating = True
-            try:
-                before = await self._load_on_all(published, in_flight)
-            finally:
-                self._updating = False
-                await self._keeper.notify()
-        if before is not None and before.folder != published.folder:
-            before.remove()
-
-    async def _load_on_all(
-        self, published: PublishedWeights, in_flight: InFlight
-    ) -> PublishedWeights | None:
-        """Bring every replica to them; returns those that they had before."""
-        for _ in range(self._config.max_failed_starts):
-            # one that died may be all there was, and another one is starting
-            await self._keeper.until(lambda: self.num_serving > 0)
-            async with self._versions:
-                await self._keeper.everywhere(lambda replica: replica.check_published(published))
-                # from here on a replica either has the new weights or is replaced
-                errors = await self._keeper.everywhere(
-                    lambda replica: replica.load_published(
-                        published, keep=True, in_flight=in_flight
-                    ),
-                    lost_on=MAY_BREAK,
-                )
-                if None in errors:
-                    before, self._current = self._current, published
-                    self._policy_version = published.version
-                    return before
-            if not all(isinstance(error, ReplicaLostError | SamplerDiedError) for error in errors):
-                break  # it was not for a death that they did not load, so they would not again
-        raise WeightUpdateError(
-            f"load_published: none of the {self._config.num_replicas} replicas could load version "
-            f"{published.version}; last: {self.losses[-1]}"
-        )
+        before = await self._updates.load_from(source, in_flight)
+        if isinstance(before, PublishedFiles) and not is_same(before, source):
+            before.published.remove()
 
     async def sleep(self) -> list[MemoryChange]:
         """Give the devices to somebody else until `wake`; weights wait in the host's memory.
@@ -271,23 +247,7 @@ class ReplicaSet:
             ValueError: as `VllmSampler.sleep`.
             SamplerClosedError: if the set is closed.
         """
-        async with self._updates, self._versions:
-            self._keeper.check_open()
-            self._check_awake("sleep")
-            self._asleep = True
-            await self._keeper.pause()
-            changes: list[MemoryChange] = []
-
-            async def sleep(replica: Replica) -> None:
-                changes.append(await replica.sleep(keep_weights=True))
-
-            try:
-                await self._keeper.everywhere(sleep)
-            except BaseException:
-                await self._woken()
-                raise
-            await self._keeper.until_ended()
-            return changes
+        return await self._updates.sleep()
 
     async def wake(self) -> list[MemoryChange]:
         """Take the devices back, and let requests go on.
@@ -299,32 +259,13 @@ class ReplicaSet:
             ValueError: if the set does not sleep.
             SamplerClosedError: if the set is closed.
         """
-        async with self._updates, self._versions:
-            self._keeper.check_open()
-            if not self._asleep:
-                raise ValueError("wake: the replicas are awake; call sleep first")
-            changes: list[MemoryChange] = []
-
-            async def wake(replica: Replica) -> None:
-                changes.append(await replica.wake())
-
-            await self._keeper.everywhere(wake, lost_on=MAY_BREAK)
-            await self._woken()
-            return changes
-
-    async def _woken(self) -> None:
-        self._asleep = False
-        await self._keeper.go_on()
-
-    def _check_awake(self, method: str) -> None:
-        if self._asleep:
-            raise SamplerAsleepError(f"{method}: the replicas sleep; call wake first")
+        return await self._updates.wake()
 
     async def close(self) -> None:
         """End all replicas and remove the files; may be called twice."""
         await self._keeper.close()
-        if self._current is not None:
-            self._current.remove()
+        if isinstance(self._updates.source, PublishedFiles):
+            self._updates.source.published.remove()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
 
@@ -332,7 +273,7 @@ class ReplicaSet:
         self, prompt_ids: Sequence[int], num_samples: int
     ) -> tuple[Slot, Replica, asyncio.Event]:
         await self._keeper.until(
-            lambda: self.num_serving > 0 and not self._updating and not self._asleep
+            lambda: self.num_serving > 0 and not self._updates.updating and not self._updates.asleep
         )
         serving = {slot.number: (slot, replica) for slot, replica in self._keeper.serving()}
         number = choose_replica(
@@ -344,13 +285,7 @@ class ReplicaSet:
         slot, replica = serving[number]
         return slot, replica, slot.lost
 
-    async def _prepare(self, number: int, replica: Replica) -> None:
-        """Bring a replica that was started to the present version."""
-        if self._current is not None:
-            await replica.load_published(self._current, keep=True, in_flight="keep")
-        found = await replica.ping()
-        if found != self._policy_version:
-            raise ReplicaLostError(
-                f"replica {number} started with version {found} of the weights, "
-                f"expected {self._policy_version}"
-            )
+
+def is_same(files: PublishedFiles, source: WeightSource) -> bool:
+    """Whether both are the same files."""
+    return isinstance(source, PublishedFiles) and files.published.folder == source.published.folder

@@ -82,7 +82,9 @@ class VllmSampler:
 
         Args:
             config: how to sample.
-            policy_version: optimizer steps behind the weights in the folder.
+            policy_version: optimizer steps behind the weights in the folder; with
+                `VllmConfig.lora` those are without an adapter, so load the present one before
+                anything is drawn if training goes on from a checkpoint.
 
         Raises:
             ValueError: if the environment contradicts the config, the model's folder is not
@@ -97,7 +99,7 @@ class VllmSampler:
             server = bound_server(config)
             if server is not None:
                 undo.push_async_callback(server.close)
-            engine = await started_engine(config, policy_version=policy_version)
+            engine = await started_engine(config, policy_version=policy_version, tensors=tensors)
             undo.callback(engine.shutdown)
             sampler = cls(
                 ResumingEngine(engine),
@@ -249,6 +251,8 @@ class VllmSampler:
         in_flight: InFlight = "keep",
     ) -> None:
         """Take new weights from this process: publishes files of them, then `load_published`.
+
+        With `VllmConfig.lora` these are the matrices of an adapter, under peft's names.
 
         Raises:
             ValueError: as `load_published`; the old weights then go on answering.

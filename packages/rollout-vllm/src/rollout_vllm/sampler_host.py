@@ -20,7 +20,7 @@ from rollout_vllm.engine import InFlight
 from rollout_vllm.errors import SamplerClosedError
 from rollout_vllm.publication import Publication
 from rollout_vllm.sampler import VllmSampler
-from rollout_vllm.sleep import MemoryChange
+from rollout_vllm.sleep import MemoryChange, Part
 
 
 @final
@@ -74,9 +74,9 @@ class SamplerHost:
         """As `VllmSampler.sleep`; running requests are kept."""
         return await self._started().sleep(keep_weights=keep_weights)
 
-    async def wake(self) -> MemoryChange:
-        """As `VllmSampler.wake`, all parts."""
-        return await self._started().wake()
+    async def wake(self, parts: Sequence[Part]) -> MemoryChange:
+        """As `VllmSampler.wake`."""
+        return await self._started().wake(parts)
 
     async def ping(self) -> PolicyVersion:
         """As `VllmSampler.ping`."""

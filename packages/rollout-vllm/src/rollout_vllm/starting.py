@@ -18,11 +18,23 @@ if TYPE_CHECKING:  # both import vLLM, or what comes with it
 
 
 def model_tensors(config: VllmConfig) -> Mapping[str, TensorHeader]:
-    """Names and shapes of the model's weights; none if they are random and no file lists them."""
+    """Names and shapes of an update: of the model's weights, or of an adapter of it.
+
+    None if the weights are random and no file lists them.
+
+    Raises:
+        ValueError: if the folder lists no weights and must, or if `VllmConfig.lora` names layers
+            that the model does not have.
+    """
     folder = Path(config.model)
-    if config.load_format == "dummy" and not any(folder.glob("*.safetensors")):
+    if (
+        config.load_format == "dummy"
+        and config.lora is None
+        and not any(folder.glob("*.safetensors"))
+    ):
         return {}
-    return read_model_headers(folder)
+    model = read_model_headers(folder)
+    return model if config.lora is None else config.lora.tensors(model)
 
 
 def bound_server(config: VllmConfig) -> "Server | None":
@@ -39,8 +51,15 @@ def bound_server(config: VllmConfig) -> "Server | None":
     return Server.bound(config.server)
 
 
-async def started_engine(config: VllmConfig, *, policy_version: PolicyVersion) -> "VllmEngine":
+async def started_engine(
+    config: VllmConfig, *, policy_version: PolicyVersion, tensors: Mapping[str, TensorHeader]
+) -> "VllmEngine":
     """vLLM, running what was configured.
+
+    Args:
+        config: how to sample.
+        policy_version: optimizer steps behind the weights in the folder.
+        tensors: what `model_tensors` says.
 
     Raises:
         ValueError: if the environment contradicts the config, or vLLM does not know the server's
@@ -62,7 +81,7 @@ async def started_engine(config: VllmConfig, *, policy_version: PolicyVersion) -
     try:
         if config.images_per_prompt:
             engine.check_end_of_sequence()
-        await engine.prepare()
+        await engine.prepare(lora=config.lora, tensors=tensors)
         await engine.set_version(policy_version)
         if config.data_parallel_size > 1:
             await engine.spread_seeds()

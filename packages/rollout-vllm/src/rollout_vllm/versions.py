@@ -28,6 +28,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "attention_backend": "attention_backend",
         "quantization": "quantization",
         "speculation": "speculative_config",
+        "lora": "enable_lora",
         "hf_overrides": "hf_overrides",
         "enable_sleep": "enable_sleep_mode",
         "return_routed_experts": "enable_return_routed_experts",

@@ -32,6 +32,8 @@ from rollout_vllm.errors import (
     StartError,
     WeightUpdateError,
 )
+from rollout_vllm.headers import TensorHeader
+from rollout_vllm.lora import Lora
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.sleep import Part
 from rollout_vllm.vllm_prompts import Prompt
@@ -89,10 +91,11 @@ async def _whole(change: Awaitable[object], what: str) -> None:
 class VllmEngine:
     """An `rollout_vllm.engine.Engine` made of vLLM's `AsyncLLM`."""
 
-    def __init__(self, engine: AsyncLLM, *, routed: bool, serves: bool) -> None:
+    def __init__(self, engine: AsyncLLM, *, routed: bool, adapted: bool, serves: bool) -> None:
         self._engine = engine
+        self._adapted = adapted
         self._serves = serves
-        self._requests = Requests(engine, routed=routed)
+        self._requests = Requests(engine, routed=routed, adapted=adapted)
 
     @classmethod
     def start(cls, arguments: Mapping[str, object], *, device: Device, serves: bool) -> Self:
@@ -121,6 +124,7 @@ class VllmEngine:
         return cls(
             engine,
             routed=bool(arguments.get("enable_return_routed_experts")),
+            adapted=bool(arguments.get("enable_lora")),
             serves=serves,
         )
 
@@ -234,8 +238,12 @@ class VllmEngine:
             )
             raise ValueError(message)
 
-    async def prepare(self) -> None:
+    async def prepare(self, *, lora: Lora | None, tensors: Mapping[str, TensorHeader]) -> None:
         """Set up the transfer that `update_weights` uses, and what vLLM has left undone.
+
+        Args:
+            lora: the adapters that updates are; None: they are whole weights.
+            tensors: names and shapes of an update.
 
         Raises:
             StartError: if a worker cannot do what was configured.
@@ -244,6 +252,11 @@ class VllmEngine:
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest())
             try:
                 await self._engine.collective_rpc("rollout_prepare")
+                if lora is not None:
+                    shapes = {name: list(header.shape) for name, header in tensors.items()}
+                    await self._engine.collective_rpc(
+                        "rollout_prepare_adapter", args=(shapes, lora.rank, lora.scaling)
+                    )
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -271,9 +284,12 @@ class VllmEngine:
         await _whole(self._take(info, version), f"the update to version {version}")
 
     async def _take(self, info: Mapping[str, object], version: PolicyVersion) -> None:
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
-        await self._engine.finish_weight_update()
+        if self._adapted:
+            await self._engine.collective_rpc("rollout_take_adapter", args=(dict(info),))
+        else:
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+            await self._engine.finish_weight_update()
         await self.set_version(version)
 
     async def _meet(self, instructions: object) -> None:

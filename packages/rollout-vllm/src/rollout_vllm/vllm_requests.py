@@ -13,6 +13,7 @@ from typing import final
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.inputs import EngineInput
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
@@ -23,6 +24,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl_contracts.rollout import Completion, FinishReason, PolicyVersion, SamplingParams
 from rollout_vllm.errors import GenerationError
+from rollout_vllm.lora import ADAPTER_ID
 from rollout_vllm.options import RequestOptions, TokenDelta
 from rollout_vllm.routing import RoutedCompletion
 from rollout_vllm.token_versions import TokenVersions
@@ -33,6 +35,10 @@ _FINISH_REASONS: Mapping[str | None, FinishReason] = {
     "length": "length",
     "abort": "abort",
 }
+
+# The same for all requests and updates, so that those that run go on with the next adapter. Nothing
+# is read from the path: should the engine ever not know the number, it fails instead.
+_ADAPTER = LoRARequest("policy", ADAPTER_ID, "/rollout-vllm takes adapters from memory alone")
 
 
 def engine_params(
@@ -59,9 +65,10 @@ def engine_params(
 class Requests:
     """The running requests of one engine."""
 
-    def __init__(self, engine: AsyncLLM, *, routed: bool) -> None:
+    def __init__(self, engine: AsyncLLM, *, routed: bool, adapted: bool) -> None:
         self._engine = engine
         self._routed = routed
+        self._adapter = _ADAPTER if adapted else None
         self._versions = TokenVersions()
         self._passed_on: set[str] = set()
         # request -> its samples, under the names that vLLM was given
@@ -133,8 +140,9 @@ class Requests:
         name = f"{request_id}-served"
         self._samples[request_id] = [name]
         self._passed_on.add(request_id)
-        # the options are named by the server code of the same vLLM
-        outputs = self._engine.generate(prompt, params, name, **options)  # type: ignore[arg-type]
+        # the options are named by the server code of the same vLLM, which knows no adapter
+        given = {**options, "lora_request": self._adapter}
+        outputs = self._engine.generate(prompt, params, name, **given)  # type: ignore[arg-type]
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -182,7 +190,9 @@ class Requests:
         self, sample: str, prompt: Prompt, params: EngineSamplingParams
     ) -> RequestOutputCollector:
         self._versions.begin(sample)
-        return await self._engine.add_request(sample, prompt.for_engine(), params)
+        return await self._engine.add_request(
+            sample, prompt.for_engine(), params, lora_request=self._adapter
+        )
 
     async def _abandon(self, collectors: Sequence[RequestOutputCollector]) -> None:
         if not self._engine.errored:

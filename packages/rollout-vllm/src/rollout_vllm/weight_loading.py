@@ -38,6 +38,7 @@ from rollout_vllm.copy_plan import (
     record_plan,
 )
 from rollout_vllm.headers import TensorHeader
+from rollout_vllm.whole_tensors import WholeTensors
 
 TIED_HEAD = "lm_head.weight"
 
@@ -87,7 +88,7 @@ class LoadingLayerwise:
         self._model_config = model_config
         self._device = device
         self._tied = tied
-        self._partial: dict[str, tuple[Tensor, int]] = {}
+        self._whole = WholeTensors()
         # it says "Failed to load weights" of layers that have none; names and shapes were checked
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         with torch.no_grad(), torch.device(device):
@@ -103,19 +104,9 @@ class LoadingLayerwise:
         """Give the model's loader whole tensors of their own memory: it keeps them for a while."""
         whole: list[tuple[str, Tensor]] = []
         for piece in pieces:
-            if piece.whole:
-                whole.append((piece.name, piece.rows.clone()))
-                continue
-            rows = piece.rows
-            tensor, count = self._partial.pop(
-                piece.name, (rows.new_empty((piece.num_rows, *rows.shape[1:])), 0)
-            )
-            tensor[piece.start : piece.start + rows.shape[0]] = rows
-            count += rows.shape[0]
-            if count == piece.num_rows:
+            tensor = self._whole.add(piece)
+            if tensor is not None:
                 whole.append((piece.name, tensor))
-            else:
-                self._partial[piece.name] = (tensor, count)
         with torch.no_grad(), torch.device(self._device):
             cast("SupportsLoadWeights", self._model).load_weights(iter(whole))
 

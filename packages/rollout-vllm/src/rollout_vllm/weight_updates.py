@@ -11,6 +11,7 @@ from rollout_vllm.engine import Engine, InFlight
 from rollout_vllm.errors import RolloutError, SamplerClosedError, WeightUpdateError
 from rollout_vllm.headers import TensorHeader
 from rollout_vllm.lifetime import Lifetime
+from rollout_vllm.lora import check_is_adapter
 from rollout_vllm.publication import Publication
 from rollout_vllm.sleep import MemoryChange, Part, SleepState
 from rollout_vllm.weights_check import check_published
@@ -60,13 +61,7 @@ class WeightUpdates:
             self.sleep_state.check_load()
             self._check_version(published.version)
             self._check_names_known()
-            await asyncio.to_thread(
-                check_published,
-                published,
-                model=self._tensors,
-                dtype=self._config.dtype,
-                tied=self._engine.tied,
-            )
+            await asyncio.to_thread(self._check_tensors, published)
         except (ValueError, RolloutError) as error:
             await asyncio.to_thread(published.refuse, str(error))
             raise
@@ -166,6 +161,17 @@ class WeightUpdates:
                 f"{running} requests run (versions never fall along a completion), got {version}"
             )
             raise ValueError(message)
+
+    def _check_tensors(self, published: Publication) -> None:
+        adapted = self._config.lora is not None
+        if adapted:
+            check_is_adapter(published.tensors(), self._tensors)
+        check_published(
+            published,
+            model=self._tensors,
+            dtype=self._config.dtype,
+            tied=self._engine.tied and not adapted,  # an adapter has no head
+        )
 
     def _check_names_known(self) -> None:
         if not self._tensors:

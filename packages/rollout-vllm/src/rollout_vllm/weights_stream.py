@@ -37,6 +37,9 @@ from rollout_vllm.offered import ANYWHERE, OfferedWeights
 from rollout_vllm.stream_wire import Message, receive_message, send_message
 from rollout_vllm.torch_headers import as_sent, torch_dtype
 
+BUCKET_BYTES = 2**30
+"""Of both halves: large enough that handing over costs nothing."""
+
 Carriage = Literal["shared", "broadcast"]
 """How bytes move: through memory that both sides open, or by a collective between them."""
 
@@ -58,6 +61,14 @@ class StreamReport:
     """Of these, the time in which the sender could only wait for receivers."""
 
 
+class _Offer(NamedTuple):
+    """What was offered, and where its receivers come to."""
+
+    version: PolicyVersion
+    path: Path
+    listener: socket.socket
+
+
 class _Peer(NamedTuple):
     """A receiver that has come."""
 
@@ -75,13 +86,13 @@ class WeightStream:
         device: where the bucket lies. With `shared` it is the engine's own device.
         carriage: `shared` for an engine on the same GPU (CUDA IPC) or on the CPU; `broadcast` for
             engines on other GPUs (NCCL), or on the CPU (gloo).
-        num_receivers: engine processes that take each version.
         bucket_bytes: both halves together, and all the memory that a transfer needs beside the
-            weights, on each side of a broadcast. Default: large enough that handing over costs
-            nothing.
+            weights, on each side of a broadcast.
         timeout_s: longest wait for a receiver, in seconds.
         checksums: let receivers compare a checksum of every bucket before they use it; for
             finding faults, since it reads every byte twice more.
+        folder: where the stream makes a private folder for its socket and, on the CPU, the bucket.
+            Default: shared memory on the CPU, else the place for temporary files.
     """
 
     def __init__(
@@ -91,26 +102,24 @@ class WeightStream:
         dtype: Dtype,
         device: torch.device,
         carriage: Carriage = "shared",
-        num_receivers: int = 1,
-        bucket_bytes: int = 2**30,
+        bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = 600.0,
         checksums: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self._tensors = as_sent(tensors, dtype=dtype)
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._dtype: Dtype = dtype
         self._device = device
         self._carriage: Carriage = carriage
-        self._num_receivers = num_receivers
         self._half_bytes = bucket_bytes // 2 // ALIGNMENT * ALIGNMENT
         self._timeout_s = timeout_s
         self._checksums = checksums
         self._check()
-        self._folder = Path(tempfile.mkdtemp(prefix="rollout-vllm-", dir=_folder_for(device)))
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._folder / "socket"))
-        self._listener.listen(num_receivers)
-        self._offered: PolicyVersion | None = None
+        where = folder or _folder_for(device)
+        self._folder = Path(tempfile.mkdtemp(prefix="rollout-vllm-", dir=where))
+        self._num_offers = 0
+        self._offered: _Offer | None = None
         self._group: BroadcastGroup | None = None
 
     def __enter__(self) -> Self:
@@ -129,50 +138,68 @@ class WeightStream:
     def close(self) -> None:
         """Leave the group and remove the socket; may be called twice."""
         self._leave_group()
-        self._listener.close()
+        self._take_back()
         shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
 
     def offer(self, version: PolicyVersion) -> OfferedWeights:
         """What a sampler needs to take this version, while `send` sends it.
+
+        An offer before it that was not sent holds no more.
 
         Raises:
             ValueError: if the version is below 0.
         """
         if version < 0:
             raise ValueError(f"WeightStream.offer: expected a version of 0 or more, got {version}")
-        self._offered = version
+        self._take_back()
+        self._num_offers += 1
+        # whoever answers an offer late finds nobody, instead of being taken for an answer to this
+        path = self._folder / f"offer-{self._num_offers}"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen()
+        self._offered = _Offer(version, path, listener)
         where = device_name(self._device) if self._carriage == "shared" else ANYWHERE
         return OfferedWeights(
             version=version,
             dtype=self._dtype,
             headers=self._tensors,
-            sockets={where: self._folder / "socket"},
+            sockets={where: path},
             timeout_s=self._timeout_s,
         )
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> StreamReport:
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]], *, num_receivers: int = 1
+    ) -> StreamReport:
         """Send the version that was offered last; returns when every receiver has all of it.
 
         Args:
             weights: whole tensors, in any order, on a GPU complete on the calling thread's present
                 stream. Each is copied before many more are asked for: up to 64 MiB wait, so that
                 small ones are copied together.
+            num_receivers: engine processes that take this version. No byte moves before all of
+                them have come.
 
         Raises:
             RuntimeError: if no version was offered since the last `send`.
-            ValueError: if a receiver's sampler refused the weights, or if what came is not what
-                `tensors` said; in the second case the receivers have been told to give up.
+            ValueError: if `num_receivers` is below 1, if a receiver's sampler refused the weights,
+                or if what came is not what `tensors` said; in the last case the receivers have
+                been told to give up.
             TypeError: if something is not a `torch.Tensor`; the receivers have been told.
             TimeoutError: if a receiver did not come, or not answer, in time.
             ConnectionError: if a receiver failed or went away; with its reason, if it gave one.
         """
         if self._offered is None:
             raise RuntimeError("WeightStream.send: expected a call of `offer` before each `send`")
-        version, self._offered = self._offered, None
+        version = self._offered.version
+        if num_receivers < 1:
+            raise ValueError(
+                f"WeightStream.send: expected num_receivers of 1 or more, got {num_receivers}"
+            )
         peers: list[_Peer] = []
         try:
-            while len(peers) < self._num_receivers:
-                peers.append(self._accept(version, len(peers)))
+            while len(peers) < num_receivers:
+                peers.append(self._accept(self._offered, len(peers), num_receivers))
             return self._send(weights, version, peers)
         except BaseException as error:
             for peer in peers:
@@ -184,13 +211,20 @@ class WeightStream:
         finally:
             for peer in peers:
                 peer.connection.close()
+            self._take_back()
+            if self._device.type == "cuda":
+                # frees the bucket, which torch keeps until it looks whether receivers have let go
+                torch.cuda.ipc_collect()
+
+    def _take_back(self) -> None:
+        if self._offered is not None:
+            self._offered.listener.close()
+            self._offered.path.unlink(missing_ok=True)
+            self._offered = None
 
     def _check(self) -> None:
-        if self._num_receivers < 1 or not self._timeout_s > 0.0:
-            raise ValueError(
-                "WeightStream: expected num_receivers of 1 or more and timeout_s above 0, got "
-                f"{self._num_receivers} and {self._timeout_s}"
-            )
+        if not self._timeout_s > 0.0:
+            raise ValueError(f"WeightStream: expected timeout_s above 0, got {self._timeout_s}")
         if not self._tensors:
             raise ValueError("WeightStream: expected the tensors of a model, got none")
         widest = max(self._tensors, key=self._row_bytes)
@@ -208,13 +242,13 @@ class WeightStream:
             num_bytes *= length
         return num_bytes
 
-    def _accept(self, version: PolicyVersion, place: int) -> _Peer:
-        self._listener.settimeout(self._timeout_s)
+    def _accept(self, offer: _Offer, place: int, num_receivers: int) -> _Peer:
+        offer.listener.settimeout(self._timeout_s)
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = offer.listener.accept()
         except TimeoutError as error:
             raise TimeoutError(
-                f"weights of version {version}: receiver {place + 1} of {self._num_receivers} did "
+                f"weights of version {offer.version}: receiver {place + 1} of {num_receivers} did "
                 f"not come within {self._timeout_s:g} s; does a sampler load what was offered?"
             ) from error
         connection.settimeout(self._timeout_s)
