@@ -229,11 +229,9 @@ def _fsdp_memory_check(engine: FsdpConfig, *, is_counted: bool) -> str:
         return "within 2 % of runs of Qwen3-1.7B on one and two H200 (compiled)"
     if engine.compile_blocks:
         return "counted without compiling, which takes more; predicted, not checked"
-    if keeps_all:
-        return "within 2 % of a run of Qwen3-1.7B on an H200 (engine_fsdp.plan)"
-    if engine.activation_checkpointing == "full":
-        return "within 1 % of a run of Qwen3-1.7B on an H200 (engine_fsdp.plan)"
-    return "engine_fsdp.plan; predicted, not checked for selective activation checkpointing"
+    if engine.activation_checkpointing == "selective":
+        return "engine_fsdp.plan; predicted, not checked for selective activation checkpointing"
+    return "within 2 % of runs of Qwen3-1.7B on an H200 (engine_fsdp.plan)"
 
 
 def _training_check(given: Assessment, setting: Setting) -> str:
