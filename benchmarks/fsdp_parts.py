@@ -169,7 +169,10 @@ class EngineRun:
 
 @contextmanager
 def without_head() -> Iterator[None]:
-    """engine-fsdp with the mean of each hidden state where the head would be, and its gradient."""
+    """engine-fsdp with the mean of each hidden state where the head would be, and its gradient.
+
+    For models whose head is the embedding: another's would have no gradient, nor memory for it.
+    """
 
     def mean(
         hidden: Float[Tensor, "rows hidden"],

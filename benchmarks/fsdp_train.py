@@ -257,7 +257,8 @@ def measure_engine(
     )
     if arguments.profile:
         profile(run.train)
-    if "head" in arguments.parts and device.type == "cuda":
+    # see `without_head` for the last
+    if "head" in arguments.parts and device.type == "cuda" and config.tie_word_embeddings:
         with without_head():
             run.train()
         without = peak(device, "engine_without_head")

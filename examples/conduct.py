@@ -467,22 +467,13 @@ class Conductor:
                 await asyncio.to_thread(trackers.write, written)  # which may wait for seconds
                 display.update(step, metrics)
 
-            def is_kept(step: int) -> bool:
-                ends = step == self.loop.num_steps or stop.requested
-                return self.settings.keeps(step, ends=ends)
-
             async def finish_step(step: int, metrics: dict[str, float]) -> bool:
                 await record(step, metrics)
-                if is_kept(step):
+                if self.settings.keeps(step, ends=self.may_end(step, stop)):
                     display.stage("writing a checkpoint")
                     value = metrics.get("reward/heldout/mean")
                     await self.write_checkpoint(step, scheduler, trainer, value)
                 return not stop.requested
-
-            def evaluates_beside(step: int) -> bool:
-                # a checkpoint goes with the metrics of its step
-                # where devices are shared there is no beside
-                return turns is None and self.loop.max_staleness > 0 and not is_kept(step)
 
             stop.prepare(display.say)
             if done == 0:
@@ -501,7 +492,9 @@ class Conductor:
                 evaluate=evaluate,
                 record=record,
                 finish_step=finish_step,
-                evaluates_beside=evaluates_beside,
+                evaluates_beside=functools.partial(
+                    self.evaluates_beside, stop=stop, shared=turns is not None
+                ),
             )
             try:
                 await self.job.loop(run)
@@ -509,6 +502,19 @@ class Conductor:
                 await run.close()
             after = await self.greedy_answers(sampler)
             write_completions(joined(read_completions(answers), after), answers)
+
+    def may_end(self, step: int, stop: Stop) -> bool:
+        """Whether this may be the run's last step."""
+        return step == self.loop.num_steps or stop.requested
+
+    def evaluates_beside(self, step: int, *, stop: Stop, shared: bool) -> bool:
+        """Whether training may go on while the policy of this step is measured."""
+        ends = self.may_end(step, stop)
+        # a checkpoint goes with the metrics of its step, and nothing comes after the last
+        if ends or self.settings.keeps(step, ends=ends):
+            return False
+        # where devices are shared there is no beside
+        return not shared and self.loop.max_staleness > 0
 
     async def open_trackers(self, display: ProgressDisplay) -> Trackers:
         """The run's trackers, with what the run has recorded so far."""

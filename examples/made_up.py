@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, final
 
 import attrs
 import numpy as np
+import tiny_vision
 import torch
 import transformers
 from conduct import Problems
@@ -72,7 +73,9 @@ class MadeUpModel:
     @property
     def folder(self) -> Path:
         """Where it is kept. The name changes with what makes it, so that no stale one is used."""
-        version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+        makers = (Path(__file__).read_bytes(), Path(tiny_vision.__file__).read_bytes())
+        sizes = json.dumps(self.config, sort_keys=True).encode()
+        version = hashlib.sha256(b"".join((*makers, sizes))).hexdigest()[:12]
         return cache_root() / f"slice-{self.name}-{self.num_layers}-layers-{version}"
 
     @classmethod

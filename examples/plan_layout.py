@@ -141,6 +141,8 @@ def _laid_out(
             offload=offload,
             compile_blocks=compiles,
             activation_checkpointing=kind,
+            # their inputs are all that is kept with full checkpointing, and else there is more
+            offload_activations=engine.offload_activations and kind == "full",
         )
         for parallel, kind, compiles in itertools.product(parallels, kinds, compiled)
     )

@@ -138,8 +138,7 @@ async def train(run: Run) -> None:
             result = await run.trainer.train(shares, loss_fn(run.config.loss, rows))
             step = result.step.policy_version
             rollouts.trained(step)
-            if run.publishes_at(step):
-                await rollouts.publish(step)
+            await run.publish(rollouts, step)
             if not await run.finish(batch, rows, result):
                 return
 

@@ -97,9 +97,15 @@ def test_experts_learn_and_sampler_and_trainer_agree(tmp_path: Path) -> None:
 def test_two_ranks_that_share_sequences_learn(tmp_path: Path) -> None:
     """GSPO with Ulysses over two ranks: both get the same rows, and the policy learns.
 
-    A KL term takes effect if it is asked for, though the recipe has none.
+    A KL term takes effect if it is asked for, though the recipe has none; without checkpoints the
+    last step is measured and recorded all the same.
     """
-    _, records = finished(RECIPES[2], tmp_path, "loop.loss.kl.coefficient=0.001")
+    folder, records = finished(
+        RECIPES[2], tmp_path, "loop.loss.kl.coefficient=0.001", "run.checkpoint_every=none"
+    )
+    assert [record.step for record in records] == list(range(21))
+    assert "reward/heldout/mean" in records[-1].values
+    assert RunFolder(path=folder).store.latest() is None
     assert next(column(records, "kl/ref/mean")) == pytest.approx(0.0, abs=1e-6)
     assert list(column(records, "kl/ref/mean"))[-1] > 0.0
     assert heldout(records)[-1] > heldout(records)[0] + 0.1

@@ -1,5 +1,6 @@
 """Tiny models and a process group of one rank."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from transformers import (
 )
 
 from parallel_state.process_group import init_process_group
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCAB_SIZE = 37
 """Odd, so that rows do not divide over two ranks."""

@@ -7,80 +7,36 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engine_cases import CPU, make_batches, make_engine, plain_loss, weights_of
 from jaxtyping import Float
 from torch import Tensor
 
 from engine_fsdp import FsdpConfig, FsdpEngine, OptimConfig
 from parallel_state import ParallelState
 from parallel_state.process_group import init_process_group
-from rl_contracts.packing import pack
-from rl_contracts.rollout import PolicyVersion, Trajectory
 from rl_contracts.train import LossOutput, PackedBatch
 
 SaveModel = Callable[..., Path]
 
-CPU = torch.device("cpu")
-
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-def _engine(folder: Path, **changes: object) -> FsdpEngine:
-    settings: dict[str, object] = {
-        "model_path": str(folder),
-        "optim": OptimConfig(learning_rate=0.01),
-        "compute_dtype": "float32",
-        **changes,
-    }
-    return FsdpEngine(FsdpConfig(**settings), device=CPU)  # type: ignore[arg-type]
-
-
-def _trajectory(name: str, *, prompt: int, sampled: int) -> Trajectory:
-    length = prompt + sampled
-    return Trajectory(
-        trajectory_id=name,
-        group_id="group",
-        token_ids=tuple((len(name) + 5 * place) % 37 for place in range(length)),
-        loss_mask=(False,) * prompt + (True,) * sampled,
-        rollout_logprobs=(0.0,) * length,
-        oldest_version=PolicyVersion(0),
-        newest_version=PolicyVersion(0),
-    )
-
-
-def _batches(max_tokens: int = 100) -> list[PackedBatch]:
-    rows = [
-        _trajectory("a", prompt=3, sampled=4),
-        _trajectory("bb", prompt=1, sampled=6),
-        _trajectory("ccc", prompt=2, sampled=2),
-    ]
-    return pack(rows, [1.0, -1.0, 2.0], max_tokens=max_tokens)[0]
-
-
-def _loss(policy_logprobs: Float[Tensor, " tokens"], batch: PackedBatch) -> LossOutput:
-    per_token = batch.advantages.repeat_interleave(batch.cu_seqlens.diff())
-    return LossOutput(loss=-(policy_logprobs * per_token).sum() / 12, metrics={})
-
-
-def _weights(engine: FsdpEngine) -> dict[str, Tensor]:
-    return dict(engine.export_weights())
 
 
 def test_a_loss_that_is_not_finite_names_its_trajectories(save_model: SaveModel) -> None:
     """The bad micro-batch is named, the gradient of the good ones is dropped, training goes on."""
-    engine = _engine(save_model())
-    batches = _batches(8)
+    engine = make_engine(save_model())
+    batches = make_batches(8)
     advantages = torch.full_like(batches[1].advantages, float("inf"))
     bad = [batches[0], replace(batches[1], advantages=advantages), batches[2]]
-    before = _weights(engine)
+    before = weights_of(engine)
     name = batches[1].trajectory_ids[0]
     with pytest.raises(
         FloatingPointError, match=rf"micro-batch 1 \(trajectories {name}\): (nan|-?inf)"
     ):
-        engine.forward_backward(bad, _loss)
+        engine.forward_backward(bad, plain_loss)
     with pytest.raises(RuntimeError, match=r"no gradient at policy version 0"):
         engine.optim_step()
-    assert all(torch.equal(before[name], tensor) for name, tensor in _weights(engine).items())
-    engine.forward_backward(batches, _loss)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
+    engine.forward_backward(batches, plain_loss)
     assert engine.optim_step().policy_version == 1
 
 
@@ -91,13 +47,13 @@ def test_a_gradient_that_is_not_finite_stops_the_step(save_model: SaveModel) -> 
         # at 0 the square root is finite and its slope is not
         return LossOutput(loss=(policy_logprobs * 0.0).sqrt().sum(), metrics={})
 
-    engine = _engine(save_model())
-    before = _weights(engine)
-    assert engine.forward_backward(_batches(), nan_gradient)["loss"] == 0.0
+    engine = make_engine(save_model())
+    before = weights_of(engine)
+    assert engine.forward_backward(make_batches(), nan_gradient)["loss"] == 0.0
     with pytest.raises(FloatingPointError, match=r"norm is nan at policy version 0"):
         engine.optim_step()
     assert engine.policy_version == 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in _weights(engine).items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
 
 
 @pytest.mark.parametrize(
@@ -116,10 +72,10 @@ def test_malformed_batches_are_named(
     save_model: SaveModel, change: dict[str, Tensor], text: str
 ) -> None:
     """What would train on garbage is refused with the micro-batch and its trajectories."""
-    engine = _engine(save_model())
-    bad = [replace(batch, **change) for batch in _batches()]  # type: ignore[arg-type]
+    engine = make_engine(save_model())
+    bad = [replace(batch, **change) for batch in make_batches()]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"micro-batch 0 \(trajectories a, bb, ccc\).*{text}"):
-        engine.forward_backward(bad, _loss)
+        engine.forward_backward(bad, plain_loss)
     with pytest.raises(ValueError, match=text):
         engine.logprobs(bad)
 
@@ -127,19 +83,19 @@ def test_malformed_batches_are_named(
 def test_no_micro_batches_are_refused(save_model: SaveModel) -> None:
     """An empty list would return a loss of nothing."""
     with pytest.raises(ValueError, match=r"at least one, got 0"):
-        _engine(save_model()).forward_backward(list[PackedBatch](), _loss)
+        make_engine(save_model()).forward_backward(list[PackedBatch](), plain_loss)
 
 
 def test_a_detached_loss_is_refused(save_model: SaveModel) -> None:
     """A loss without gradient on tokens to learn from would train nothing without a word."""
 
     def detached(policy_logprobs: Float[Tensor, " tokens"], batch: PackedBatch) -> LossOutput:
-        return _loss(policy_logprobs.detach(), batch)
+        return plain_loss(policy_logprobs.detach(), batch)
 
     with pytest.raises(
         ValueError, match=r"loss of micro-batch 0 \(trajectories a, bb, ccc\) carries no grad"
     ):
-        _engine(save_model()).forward_backward(_batches(), detached)
+        make_engine(save_model()).forward_backward(make_batches(), detached)
 
 
 def test_a_loss_function_that_raises_leaves_nothing_behind(save_model: SaveModel) -> None:
@@ -147,22 +103,22 @@ def test_a_loss_function_that_raises_leaves_nothing_behind(save_model: SaveModel
     gives what a fresh engine gives.
     """
     folder = save_model()
-    batches = _batches(8)
+    batches = make_batches(8)
 
     def raising(policy_logprobs: Float[Tensor, " tokens"], batch: PackedBatch) -> LossOutput:
         if batch is batches[1] or batch.trajectory_ids == batches[1].trajectory_ids:
             raise KeyError("reward")
-        return _loss(policy_logprobs, batch)
+        return plain_loss(policy_logprobs, batch)
 
     norms = []
     for fails_first in (True, False):
-        engine = _engine(folder)
+        engine = make_engine(folder)
         if fails_first:
             with pytest.raises(KeyError, match="reward"):
                 engine.forward_backward(batches, raising)
             with pytest.raises(RuntimeError, match=r"no gradient"):
                 engine.optim_step()
-        engine.forward_backward(batches, _loss)
+        engine.forward_backward(batches, plain_loss)
         norms.append(engine.optim_step().grad_norm)
     assert norms[0] == norms[1]
 
@@ -183,7 +139,7 @@ def test_settings_without_effect_on_a_cpu_are_refused(
 ) -> None:
     """Compiled blocks and offloading are for GPUs; on a CPU they say so."""
     with pytest.raises(ValueError, match=rf"has no effect on a CPU device.*{text}"):
-        _engine(save_model(), **changes)
+        make_engine(save_model(), **changes)
 
 
 def test_what_runs_is_compared_with_what_was_asked(
@@ -194,13 +150,13 @@ def test_what_runs_is_compared_with_what_was_asked(
     with pytest.raises(
         RuntimeError, match=r"calls of packed attention: asked for 2, what runs has 0"
     ):
-        _engine(save_model())
+        make_engine(save_model())
 
 
 def test_a_world_that_does_not_fit_is_refused(save_model: SaveModel) -> None:
     """Two ranks configured, one running: the message has both numbers."""
     with pytest.raises(ValueError, match=r"needs 2 ranks .* got a world of 1"):
-        _engine(save_model(), parallel=ParallelState(dp_size=2))
+        make_engine(save_model(), parallel=ParallelState(dp_size=2))
 
 
 def test_devices_and_groups_that_are_not_there_are_refused(save_model: SaveModel) -> None:

@@ -96,6 +96,10 @@ def test_bounds(settings: dict[str, object], text: str) -> None:
         ),
         ({"quantization": "fp8_per_channel"}, r"lora = .* and quantization = .* have not been"),
         ({"pipeline_parallel_size": 2}, r"lora = .* and pipeline_parallel_size = 2 have not been"),
+        (
+            {"load_format": "dummy"},
+            r"lora = .* and load_format = 'dummy': no adapter replaces the random weights",
+        ),
         ({"images_per_prompt": 1}, r"lora = .* and images_per_prompt = 1 have not been shown"),
         ({"engine_args": {"max_lora_rank": 8}}, r"'max_lora_rank' .*: use VllmConfig.lora$"),
     ],
@@ -157,7 +161,7 @@ def test_a_model_whose_weights_have_no_names_takes_no_adapter(tmp_path: Path) ->
     dummy = config(model=str(tmp_path), load_format="dummy")
     assert model_tensors(dummy) == {}
     with pytest.raises(ValueError, match=r"expected weights as \*.safetensors in .*, found none"):
-        model_tensors(config(model=str(tmp_path), load_format="dummy", lora=LORA))
+        model_tensors(config(model=str(tmp_path), lora=LORA))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +221,8 @@ def test_a_saved_adapter_is_read_as_it_is(tmp_path: Path) -> None:
         ({"use_rslora": True}, r"use_rslora = True, which is not applied here"),
         ({"use_dora": True, "bias": "all"}, r"bias = 'all', .*; use_dora = True, which is not"),
         ({"rank_pattern": {"q_proj": 4}}, r"rank_pattern = \{'q_proj': 4\}, which is not applied"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights = 'pissa', which is not applied"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens = \[1\], which is not appl"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\], which is not appl"),
     ],
 )

@@ -243,9 +243,9 @@ class FsdpConfig:
     """Keep the moments of AdamW in 8 bits (Dettmers et al. 2021, arXiv:2110.02861) where they are
     many: those of the blocks' matrices, 2.03 bytes for each weight instead of 8. 256 neighbours in
     a row share a scale; matrices whose rows do not divide into them, embedding, head and norms keep
-    float32. The smallest moments become 0: an element whose gradients are below 1/2500 of the
-    largest among its 256 moves up to 1 / sqrt(1 - beta2) times as far as it would. Needs the extra
-    `eight-bit` (torchao), whose step is compiled. Default: float32."""
+    float32. Second moments are at least 3e-7 of the largest of their 256: an element whose
+    gradients are below 1/1750 of the largest among them moves less far than it would. Needs the
+    extra `eight-bit` (torchao), whose step is compiled. Default: float32."""
 
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: patterns for their names, in which * stands for anything,

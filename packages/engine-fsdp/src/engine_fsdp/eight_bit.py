@@ -93,8 +93,12 @@ class EightBitAdamW:
         for group in self._optimizer.param_groups:
             group["lr"].fill_(rate)
         self._optimizer.step()
-        for part in self._parts.values():
+        # The lowest level of a second moment is 0, and an element whose gradient is 0 for once (an
+        # expert without tokens) would move by its first moment over eps. The next level, 3e-7 of
+        # the largest of its 256, holds it back instead.
+        for name, part in self._parts.items():
             part.grad = None
+            local(self._state[name]["exp_avg_sq_codes"]).clamp_(min=1)
 
     def drop_gradients(self) -> None:
         """Free them."""

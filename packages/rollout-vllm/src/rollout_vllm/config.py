@@ -235,6 +235,12 @@ class VllmConfig:
                 "float16, which vLLM quantises; got float32"
             )
             raise ValueError(message)
+        if self.lora is not None and self.load_format == "dummy":
+            message = (
+                f"VllmConfig: lora = {self.lora!r} and load_format = 'dummy': no adapter replaces "
+                "the random weights beside it; set load_format to 'safetensors'"
+            )
+            raise ValueError(message)
         if self.lora is not None and self.device == "cuda" and self.dtype == "float32":
             message = (
                 "VllmConfig: lora needs dtype bfloat16 or float16 on a GPU, as vLLM's kernels for "

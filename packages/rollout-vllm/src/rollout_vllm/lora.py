@@ -45,6 +45,9 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "alpha_pattern": (None, {}),
     "modules_to_save": (None, []),
     "layer_replication": (None, []),
+    "alora_invocation_tokens": (None,),
+    # others (pissa, olora, corda, loftq) change the weights that the adapter stands beside
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
 

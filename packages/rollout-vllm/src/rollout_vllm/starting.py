@@ -1,5 +1,6 @@
 """What happens between a config and a sampler that runs."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +28,7 @@ def model_tensors(config: VllmConfig) -> Mapping[str, TensorHeader]:
             that the model does not have.
     """
     folder = Path(config.model)
-    if (
-        config.load_format == "dummy"
-        and config.lora is None
-        and not any(folder.glob("*.safetensors"))
-    ):
+    if config.load_format == "dummy" and not any(folder.glob("*.safetensors")):
         return {}
     model = read_model_headers(folder)
     return model if config.lora is None else config.lora.tensors(model)
@@ -63,8 +60,8 @@ async def started_engine(
 
     Raises:
         ValueError: if the environment contradicts the config, or vLLM does not know the server's
-            parser of tool calls, or
-            the model's tokenizer, where there is one, ends completions elsewhere than the model.
+            parser of tool calls, or the model's tokenizer, where there is one, ends completions
+            elsewhere than the model.
         StartError: if vLLM does not start, or runs something else than was configured.
     """
     arguments = config.effective_engine_args()
@@ -74,7 +71,8 @@ async def started_engine(
         if config.server is not None:
             VllmEngine.check_tool_parser(config.server.tool_call_parser)
         engine = VllmEngine.start(
-            {name: argument.value for name, argument in arguments.items()},
+            # copies: vLLM 0.25 writes into the tables that it is given (speculative_config)
+            {name: copy.deepcopy(argument.value) for name, argument in arguments.items()},
             device=config.device,
             serves=config.server is not None,
         )
