@@ -45,10 +45,12 @@ class World:
         self.events: list[str] = []
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.next_dies: str | None = None
 
     async def start(self, number: int) -> "StreamedReplica":
         await self.may_start.wait()
         replica = StreamedReplica(number, self.events)
+        replica.dies, self.next_dies = self.next_dies, None
         self.started.append(replica)
         return replica
 
@@ -75,6 +77,7 @@ class StreamedReplica:
         self.version = PolicyVersion(0)
         self.dead = False
         self.dies: str | None = None
+        self.refuses = False
         self.asleep: set[Part] = set()
         self.answer = asyncio.Event()
         self.answer.set()
@@ -111,6 +114,8 @@ class StreamedReplica:
 
     async def check_published(self, published: Publication) -> None:
         self._die("at the check")
+        if self.refuses:
+            raise ValueError(f"version {published.version} does not fit")
         assert "weights" not in self.asleep
         assert published.tensors()["w"].shape == (ROWS, 1024)
 
@@ -142,7 +147,7 @@ class StreamedReplica:
             raise WeightUpdateError("broke off") from error
 
     async def sleep(self, *, keep_weights: bool) -> MemoryChange:
-        self.check()
+        self._die("falling asleep")
         assert keep_weights
         assert not self.asleep
         self.asleep = set(PARTS)
@@ -150,8 +155,9 @@ class StreamedReplica:
         return MemoryChange(used_before=30, used_after=10)
 
     async def wake(self, parts: Sequence[Part]) -> MemoryChange:
-        self.check()
-        assert set(parts) <= self.asleep
+        self._die("waking")
+        if not set(parts) <= self.asleep:
+            raise ValueError(f"wake: {sorted(self.asleep)} sleep, got {parts}")
         self.asleep -= set(parts)
         self.events.append(f"{self.number} wakes {'+'.join(parts)}")
         return MemoryChange(used_before=10, used_after=30)
@@ -173,6 +179,9 @@ class FakeTrainer:
         self.version = PolicyVersion(0)
         self.is_there = True
         self.failure: Exception | None = None
+        self.cannot_come = False
+        self.may_send = asyncio.Event()
+        self.may_send.set()
         self._world = world
         self._stream = stream
 
@@ -180,6 +189,9 @@ class FakeTrainer:
         assert not self.is_there
         assert all(r.dead or r.asleep == set(PARTS) for r in self._world.started)
         self.is_there = True
+        if self.cannot_come:
+            self.cannot_come = False
+            raise MemoryError("no memory for the second rank")
         self._world.events.append("trainer comes")
 
     async def leave_devices(self) -> None:
@@ -196,6 +208,7 @@ class FakeTrainer:
 
     async def send(self, replicas: Sequence[int]) -> None:
         self._world.events.append(f"sends {int(self.version)} to {sorted(replicas)}")
+        await self.may_send.wait()
         await asyncio.to_thread(self._send, len(replicas))
 
     def _send(self, num_receivers: int) -> None:
@@ -413,6 +426,99 @@ def test_on_shared_devices_the_trainer_comes_for_a_replica_that_is_back() -> Non
         *("1 sleeps", "0 sleeps", "trainer comes", "1 wakes weights", "0 wakes weights"),
         *("sends 1 to [0]", "trainer leaves", "1 wakes kv_cache", "0 wakes kv_cache"),
     ]
+
+
+@pytest.mark.parametrize("when", ["falling asleep", "waking"])
+def test_one_that_dies_before_it_joins_harms_nobody_on_shared_devices(when: str) -> None:
+    """The other one is woken as it sleeps; no trainer comes onto a device that may be full."""
+
+    async def test(world: World, replicas: ReplicaSet, trainer: FakeTrainer) -> None:
+        await replicas.sleep()
+        trainer.version = PolicyVersion(1)
+        await replicas.load_from(trainer)
+        world.events.clear()
+        world.next_dies = when
+        world.newest(0).dead = True
+        await until(lambda: len(world.started) == 4)
+        await replicas.until_all_serve()
+        assert not world.newest(1).asleep
+        assert replicas.losses == ["replica 0: SamplerDiedError: vLLM's engine process died"]
+        assert world.values() == [1.0, 1.0]
+
+    tried = {
+        "falling asleep": ["1 sleeps", "1 wakes weights+kv_cache"],
+        "waking": [
+            *("1 sleeps", "0 sleeps", "trainer comes", "1 wakes weights", "trainer leaves"),
+            "1 wakes kv_cache",
+        ],
+    }
+    assert run(test, shares_devices=True).events == [
+        *tried[when],
+        *("1 sleeps", "0 sleeps", "trainer comes", "1 wakes weights", "0 wakes weights"),
+        *("sends 1 to [0]", "trainer leaves", "1 wakes kv_cache", "0 wakes kv_cache"),
+    ]
+
+
+def test_a_trainer_that_comes_in_part_leaves_again() -> None:
+    """Before the replicas wake: one of its ranks may have come."""
+
+    async def test(world: World, replicas: ReplicaSet, trainer: FakeTrainer) -> None:
+        await replicas.sleep()
+        await replicas.load_from(trainer)
+        world.events.clear()
+        trainer.cannot_come = True
+        with pytest.raises(MemoryError, match="no memory for the second rank"):
+            await replicas.load_from(trainer)
+        assert not trainer.is_there
+        assert replicas.num_serving == 2
+
+    assert run(test, shares_devices=True).events == [
+        *("0 sleeps", "1 sleeps", "trainer leaves"),
+        *("0 wakes weights+kv_cache", "1 wakes weights+kv_cache"),
+    ]
+
+
+def test_new_requests_wait_for_every_update_that_is_under_way() -> None:
+    """For the one that waits for another to end, too: no completion meets two versions."""
+
+    async def test(world: World, replicas: ReplicaSet, trainer: FakeTrainer) -> None:
+        trainer.version = PolicyVersion(1)
+        await replicas.load_from(trainer)
+        trainer.may_send.clear()
+        world.newest(0).dead = True
+        await until(lambda: world.events[-1] == "sends 1 to [0]")
+        trainer.version = PolicyVersion(2)
+        loading = asyncio.create_task(replicas.load_from(trainer))
+        await until(lambda: bool(replicas._updates.updating))
+        drawing = asyncio.create_task(replicas.sample([1], num_samples=1, params=PARAMS))
+        trainer.may_send.set()
+        trainer.may_send = asyncio.Event()
+        await until(lambda: world.events[-1] == "sends 2 to [0, 1]")
+        trainer.may_send.set()
+        await loading
+        (drawn,) = await drawing
+        assert drawn.policy_versions == (2,)
+
+    run(test)
+
+
+def test_weights_that_do_not_fit_are_never_sent() -> None:
+    """Nobody waits for the sender, nor it for anybody; the next ones are taken."""
+
+    async def test(world: World, replicas: ReplicaSet, trainer: FakeTrainer) -> None:
+        trainer.version = PolicyVersion(1)
+        for replica in world.started:
+            replica.refuses = True
+        with pytest.raises(ValueError, match="version 1 does not fit"):
+            await replicas.load_from(trainer)
+        assert world.events == []
+        for replica in world.started:
+            replica.refuses = False
+        await replicas.load_from(trainer)
+        assert world.values() == [1.0, 1.0]
+        assert replicas.losses == []
+
+    assert run(test).events == ["sends 1 to [0, 1]"]
 
 
 def test_if_all_die_asleep_the_next_ones_get_the_weights() -> None:

@@ -304,6 +304,28 @@ def test_a_sender_that_is_not_reached_does_no_harm(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_only_who_would_load_refuses_what_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other samplers may take what does not fit this one: its sender hears nothing of a check."""
+    refused: list[str] = []
+    monkeypatch.setattr(PublishedWeights, "refuse", lambda _, reason: refused.append(reason))
+
+    async def run() -> None:
+        sampler = make(FakeEngine())
+        published = publish_weights(
+            [("other", torch.ones(1))], version=PolicyVersion(1), folder=tmp_path, dtype="float32"
+        )
+        with pytest.raises(ValueError, match="'w' is missing"):
+            await sampler.check_published(published)
+        assert refused == []
+        with pytest.raises(ValueError, match="'w' is missing") as error:
+            await sampler.load_published(published)
+        assert refused == [str(error.value)]
+
+    asyncio.run(run())
+
+
 def test_sleep_gives_memory_and_wakes_by_parts(tmp_path: Path) -> None:
     """Memory before and after; asleep, nothing is sampled, and weights need their memory."""
 

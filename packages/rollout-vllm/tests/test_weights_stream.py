@@ -221,10 +221,14 @@ def test_a_refusal_reaches_the_sender(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("carriage", ["shared", "broadcast"])
 def test_receivers_come_and_go_between_versions(carriage: Carriage) -> None:
-    """Two take a version, one of them alone takes it again, and both take the next."""
+    """Two take a version, one of them alone takes it again, and both take the next.
+
+    Whichever of them it is: the first one's place would be right in a group of two as well.
+    """
     receivers = [StreamReceiver(CPU) for _ in range(2)]
+    first, second = receivers[:1], receivers[1:]
     with stream(carriage=carriage) as sender:
-        for version, present in ((1, receivers), (1, receivers[1:]), (2, receivers)):
+        for version, present in enumerate((receivers, second, receivers, first, first, receivers)):
             instructions = sender.offer(PolicyVersion(version)).instructions()
             taking = [in_thread(partial(take, receiver, instructions)) for receiver in present]
             sender.send(weights(version).items(), num_receivers=len(present))

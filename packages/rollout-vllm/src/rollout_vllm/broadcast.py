@@ -32,6 +32,7 @@ class BroadcastGroup:
         self, *, rank: int, num_members: int, file: Path, device: torch.device, timeout_s: float
     ) -> None:
         self.rank = rank
+        self.num_members = num_members
         self.file = file
         # a file, since torch's TCP store listens on every address of the machine
         store = FileStore(str(file), num_members)

@@ -6,7 +6,7 @@
     ├── StartError          vLLM did not come up, or runs something else than was configured
     ├── GenerationError     a request failed; the sampler goes on
     └── SamplerClosedError  the sampler answers no more
-        ├── SamplerDiedError    its engine process died
+        ├── SamplerDiedError    its engine process died, or a worker of it
         └── WeightUpdateError   a weight update broke off half-way
 
 A caller's mistake (an empty prompt, a weight of the wrong shape) is a `ValueError` or `TypeError`.
@@ -30,7 +30,7 @@ class SamplerClosedError(RolloutError):
 
 
 class SamplerDiedError(SamplerClosedError):
-    """The engine process died."""
+    """The engine process died, or one of its workers, or it does not answer after a failure."""
 
 
 class WeightUpdateError(SamplerClosedError):

@@ -29,7 +29,7 @@ from rollout_vllm.errors import SamplerDiedError, WeightUpdateError
 from rollout_vllm.publication import Publication
 from rollout_vllm.replica import Replica, ReplicaLostError, ReplicaSetConfig
 from rollout_vllm.replica_keeper import MAY_BREAK, Outcome, ReplicaKeeper, Slot
-from rollout_vllm.sleep import PARTS, MemoryChange, Part, SamplerAsleepError
+from rollout_vllm.sleep import PARTS, MemoryChange, SamplerAsleepError
 from rollout_vllm.weight_source import WeightSource
 
 Member = tuple[Slot, Replica]
@@ -56,8 +56,8 @@ class ReplicaUpdates:
         self.source: WeightSource | None = None
         """Where it came from; None: from the model's folder."""
 
-        self.updating = False
-        """Whether new requests wait for another version."""
+        self.updating = 0
+        """Changes of the version that new requests wait for."""
 
         self.asleep = False
         """Whether the devices are somebody else's."""
@@ -73,11 +73,11 @@ class ReplicaUpdates:
             self.keeper.check_open()
             if not source.shares_devices:
                 self._check_awake("load")
-            self.updating = True
+            self.updating += 1
             try:
                 return await self._load_on_all(source, in_flight)
             finally:
-                self.updating = False
+                self.updating -= 1
                 await self.keeper.notify()
 
     async def sleep(self) -> list[MemoryChange]:
@@ -85,7 +85,9 @@ class ReplicaUpdates:
         async with self._one_at_a_time, self._versions:
             self.keeper.check_open()
             self._check_awake("sleep")
-            return await self._fall_asleep(self.keeper.serving())
+            changes: list[MemoryChange] = []
+            await self._fall_asleep(self.keeper.serving(), changes)
+            return changes
 
     async def wake(self) -> list[MemoryChange]:
         """See `ReplicaSet.wake`."""
@@ -185,13 +187,14 @@ class ReplicaUpdates:
             source, member = self.source, (self.keeper.slots[number], replica)
             async with self._room_for(source, member), source.offering() as offered:
                 members = [member]
-                if offered.version != self.policy_version:
-                    self.updating = True
+                newer = offered.version != self.policy_version
+                if newer:
                     members += self.keeper.serving()
+                self.updating += newer  # `load_from` may count too, and wait for this to end
                 try:
                     failed = await self._send(source, offered, members, "keep")
                 finally:
-                    self.updating = False
+                    self.updating -= newer
                     await self.keeper.notify()
             raise_of(failed, member)
         async with asyncio.timeout(self._config.health_timeout_s):
@@ -212,31 +215,43 @@ class ReplicaUpdates:
             yield
             return
 
-        def members() -> list[Member]:
-            return [*self.keeper.serving(), *([] if joining is None else [joining])]
+        joined = [] if joining is None else [joining]
+        with_weights: list[Replica] = []
 
-        async def wake(parts: Sequence[Part]) -> None:
-            outcomes = await self.keeper.everywhere(
-                lambda replica: replica.wake(parts), members=members(), lost_on=MAY_BREAK
-            )
-            raise_of(outcomes, joining)
+        def check(outcomes: Sequence[Outcome]) -> None:
+            try:
+                raise_of(outcomes, joining)
+            except Exception:
+                joined.clear()  # nothing more is asked of it
+                raise
+
+        async def everywhere(act: Callable[[Replica], Awaitable[None]]) -> None:
+            members = [*self.keeper.serving(), *joined]
+            check(await self.keeper.everywhere(act, members=members, lost_on=MAY_BREAK))
+
+        async def wake_weights(replica: Replica) -> None:
+            await replica.wake(("weights",))
+            with_weights.append(replica)
+
+        async def wake_rest(replica: Replica) -> None:
+            await replica.wake(("kv_cache",) if replica in with_weights else PARTS)
 
         is_there = self.asleep
-        parts = PARTS
-        if not self.asleep:
-            await self._fall_asleep(members())
+        slept: list[Outcome] = []
+        if not is_there:
+            slept = await self._fall_asleep([*self.keeper.serving(), *joined], [])
         try:
+            check(slept)  # the device of one that does not sleep may be full
             if not is_there:
+                is_there = True  # a part of it may be, if it fails
                 await source.take_devices()
-                is_there = True
-            await wake(("weights",))
-            parts = ("kv_cache",)
+            await everywhere(wake_weights)
             yield
         finally:
             if is_there:
                 await self._leave(source)
             try:
-                await wake(parts)
+                await everywhere(wake_rest)
             finally:
                 await self._woken()
 
@@ -247,21 +262,22 @@ class ReplicaUpdates:
             await self.keeper.give_up("the weights' source did not leave the devices", error)
             raise
 
-    async def _fall_asleep(self, members: Sequence[Member]) -> list[MemoryChange]:
+    async def _fall_asleep(
+        self, members: Sequence[Member], changes: list[MemoryChange]
+    ) -> list[Outcome]:
         self.asleep = True
         await self.keeper.pause()
-        changes: list[MemoryChange] = []
 
         async def sleep(replica: Replica) -> None:
             changes.append(await replica.sleep(keep_weights=True))
 
         try:
-            await self.keeper.everywhere(sleep, members=members)
+            outcomes = await self.keeper.everywhere(sleep, members=members)
         except BaseException:
             await self._woken()
             raise
         await self.keeper.until_ended()
-        return changes
+        return outcomes
 
     async def _woken(self) -> None:
         self.asleep = False

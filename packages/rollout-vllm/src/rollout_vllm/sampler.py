@@ -298,7 +298,7 @@ class VllmSampler:
         """Whether `load_published` would take these weights; moves none.
 
         Raises:
-            ValueError: as `load_published`; a stream's sender has been told the reason.
+            ValueError: as `load_published`; a stream's sender is not told.
             SamplerAsleepError: if the weights sleep.
             SamplerClosedError: if the sampler is closed.
         """

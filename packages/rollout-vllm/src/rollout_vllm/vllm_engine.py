@@ -3,8 +3,9 @@
 The only module of the caller's process that imports vLLM; it is imported when a sampler starts.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Self, final
 
 from vllm import exceptions
@@ -47,6 +48,8 @@ _REQUEST_ERRORS: tuple[type[Exception], ...] = (
 )
 _START_ERRORS: tuple[type[Exception], ...] = (RuntimeError, TypeError, OSError, *_REQUEST_ERRORS)
 
+_ANSWER_TIMEOUT_S = 10.0  # for what takes milliseconds
+
 
 @contextmanager
 def _translated() -> Iterator[None]:
@@ -67,24 +70,6 @@ def _translated_request() -> Iterator[None]:
     except _REQUEST_ERRORS as error:
         cause = error.__cause__ or error
         raise GenerationError(f"vLLM failed on a request: {cause}") from error
-
-
-async def _whole(change: Awaitable[object], what: str) -> None:
-    """Let the engine change; one that stops half-way is of no use any more.
-
-    Raises:
-        WeightUpdateError: if it broke off.
-        SamplerDiedError: if the engine's process died.
-    """
-    with _translated():
-        try:
-            await change
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            # the border of the engine's process: vLLM raises a bare Exception for whatever went
-            # wrong over there, and the sampler closes itself on this error
-            raise WeightUpdateError(f"{what} broke off in the engine: {error}") from error
 
 
 @final
@@ -281,7 +266,7 @@ class VllmEngine:
         """Load what was published, and name the version."""
         info = {"instructions": dict(instructions), "tied": self.tied}
         await self._meet(info["instructions"])
-        await _whole(self._take(info, version), f"the update to version {version}")
+        await self._whole(self._take(info, version), f"the update to version {version}")
 
     async def _take(self, info: Mapping[str, object], version: PolicyVersion) -> None:
         if self._adapted:
@@ -301,8 +286,59 @@ class VllmEngine:
             except Exception as error:
                 # the border of the engine's process, as above; a worker may have got through
                 reason = f"nothing was loaded, the engine did not reach the sender: {error}"
-                await self._engine.collective_rpc("rollout_part", args=(reason,))
+                await self._survived(reason, error, method="rollout_part", args=(reason,))
                 raise ConnectionError(reason) from error
+
+    async def _whole(self, change: Awaitable[object], what: str) -> None:
+        """Let the engine change; one that stops half-way is of no use any more.
+
+        Raises:
+            WeightUpdateError: if it broke off.
+            SamplerDiedError: if the engine's process, or one of its workers, died.
+        """
+        with _translated():
+            try:
+                await change
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                # the border of the engine's process: vLLM raises a bare Exception for whatever went
+                # wrong over there, and the sampler closes itself on this error
+                reason = f"{what} broke off in the engine: {error}"
+                # vLLM reads no answer behind the first worker that failed: each of those that are
+                # left may be a failure too, and is what the next question gets
+                attempts = self._engine.vllm_config.parallel_config.world_size
+                await self._survived(reason, error, attempts=attempts)
+                raise WeightUpdateError(reason) from error
+
+    async def _survived(
+        self,
+        reason: str,
+        error: Exception,
+        *,
+        method: str = "rollout_environment",
+        args: tuple[object, ...] = (),
+        attempts: int = 1,
+    ) -> None:
+        """See that the engine still answers after it failed.
+
+        When a worker dies, vLLM fails what waits for it like any call, before it marks the engine
+        as dead.
+
+        Raises:
+            SamplerDiedError: if it does not.
+        """
+        silent = f"nothing within {_ANSWER_TIMEOUT_S:g} s"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                for _ in range(attempts):
+                    try:
+                        await self._engine.collective_rpc(method, args=args)
+                    except Exception as failure:  # noqa: BLE001  (the border, as above)
+                        silent = str(failure)
+                    else:
+                        return
+        raise SamplerDiedError(f"{reason}; asked once more, vLLM's engine: {silent}") from error
 
     async def go_on(self) -> None:
         """Let requests move again."""
@@ -312,13 +348,13 @@ class VllmEngine:
     async def sleep(self, *, keep_weights: bool) -> None:
         """Give up the memory of weights and caches. Only while requests are held."""
         # level 1 keeps the weights on the host, level 2 gives them up
-        await _whole(
+        await self._whole(
             self._engine.sleep(level=1 if keep_weights else 2, mode="keep"), "falling asleep"
         )
 
     async def wake(self, parts: Sequence[Part]) -> None:
         """Take the memory of these parts back; once all are awake, requests go on."""
-        await _whole(self._engine.wake_up(list(parts)), f"waking {', '.join(parts)}")
+        await self._whole(self._engine.wake_up(list(parts)), f"waking {', '.join(parts)}")
 
     async def used_memory(self) -> int:
         """Bytes in use on the engine's devices together, by whomever."""

@@ -31,7 +31,7 @@ class WeightSource(Protocol):
         """Come onto the devices; asked for only while they are the replicas', who sleep."""
 
     async def leave_devices(self) -> None:
-        """Leave them to the replicas."""
+        """Leave them to the replicas; also after `take_devices` failed with a part of it there."""
 
     def offering(self) -> AbstractAsyncContextManager[Publication]:
         """An offer of the present version, which stays the present one inside of the context."""

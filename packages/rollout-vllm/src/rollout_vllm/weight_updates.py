@@ -43,7 +43,11 @@ class WeightUpdates:
     async def load(self, published: Publication, *, keep: bool, in_flight: InFlight) -> None:
         """See `VllmSampler.load_published`."""
         async with self._one_at_a_time:
-            await self.check(published)
+            try:
+                await self.check(published)
+            except (ValueError, RolloutError) as error:
+                await asyncio.to_thread(published.refuse, str(error))
+                raise
             update = asyncio.ensure_future(self._update(published, in_flight))
             try:
                 await asyncio.shield(update)
@@ -56,15 +60,12 @@ class WeightUpdates:
 
     async def check(self, published: Publication) -> None:
         """See `VllmSampler.check_published`."""
-        try:
-            self._lifetime.check_open()
-            self.sleep_state.check_load()
-            self._check_version(published.version)
-            self._check_names_known()
-            await asyncio.to_thread(self._check_tensors, published)
-        except (ValueError, RolloutError) as error:
-            await asyncio.to_thread(published.refuse, str(error))
-            raise
+        # refuses nothing: others may take what is offered
+        self._lifetime.check_open()
+        self.sleep_state.check_load()
+        self._check_version(published.version)
+        self._check_names_known()
+        await asyncio.to_thread(self._check_tensors, published)
 
     async def sleep(self, *, keep_weights: bool, in_flight: InFlight) -> MemoryChange:
         """See `VllmSampler.sleep`."""

@@ -326,8 +326,8 @@ class WeightStream:
         places = [
             peer.hello["group"] == _name(self._group) and peer.hello["rank"] for peer in peers
         ]
-        same = sorted(places, key=str) == list(range(1, len(peers) + 1))
-        if not same:
+        same = self._group is not None and self._group.num_members == len(peers) + 1
+        if not same or sorted(places, key=str) != list(range(1, len(peers) + 1)):
             self._leave_group()
             places = list(range(1, len(peers) + 1))
         file = new_group_file(self._folder) if self._group is None else self._group.file
