@@ -475,7 +475,7 @@ class Conductor:
                     await self.write_checkpoint(step, scheduler, trainer, value)
                 return not stop.requested
 
-            stop.prepare(display.say)
+            stop.prepare(display.say, keeps=self.settings.checkpoint_every is not None)
             if done == 0:
                 display.stage("answering the held-out problems")
                 before = await self.greedy_answers(sampler)

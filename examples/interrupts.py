@@ -12,14 +12,17 @@ class Stop:
     """What Ctrl-C asked for."""
 
     requested: bool = False
-    """The loop ends after its present step, with a checkpoint."""
+    """The loop ends after its present step, with a checkpoint if the run keeps any."""
 
     say: Callable[[str], None] | None = None
     """How to tell the user; None while there is no step to finish."""
 
-    def prepare(self, say: Callable[[str], None]) -> None:
+    keeps: bool = True
+    """Whether there will be a checkpoint."""
+
+    def prepare(self, say: Callable[[str], None], *, keeps: bool) -> None:
         """From now on there is a step to finish."""
-        self.say = say
+        self.say, self.keeps = say, keeps
 
 
 @contextlib.contextmanager
@@ -35,7 +38,8 @@ def interruptible() -> Iterator[Stop]:
             main_task.cancel()
             return
         stop.requested = True
-        stop.say("finishing this step, then a checkpoint; Ctrl-C again ends at once")
+        checkpoint = ", then a checkpoint" if stop.keeps else ""
+        stop.say(f"finishing this step{checkpoint}; Ctrl-C again ends at once")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         running.add_signal_handler(number, interrupted)
