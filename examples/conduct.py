@@ -509,9 +509,8 @@ class Conductor:
 
     def evaluates_beside(self, step: int, *, stop: Stop, shared: bool) -> bool:
         """Whether training may go on while the policy of this step is measured."""
-        ends = self.may_end(step, stop)
         # a checkpoint goes with the metrics of its step, and nothing comes after the last
-        if ends or self.settings.keeps(step, ends=ends):
+        if self.may_end(step, stop) or self.settings.keeps(step, ends=False):
             return False
         # where devices are shared there is no beside
         return not shared and self.loop.max_staleness > 0

@@ -26,14 +26,13 @@ from model_cache import cache_root, made_once
 from PIL import Image
 from plan_model import ModelFacts, facts_of, published_models, read_model
 from safetensors.torch import save_file
-from tiny_vision import TEMPLATE, as_published, processor_of
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tiny_vision import END, PAD, TEMPLATE, as_published, processor_of, word_level
+from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from rl_tasks import ChatMessage, LengthWithin, Problem
 
-PAD, END = "<pad>", "<end>"
 TEXT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 STANDARD_DEVIATION: Final = 0.02
 """Of the weights: transformers' `initializer_range` of these models."""
@@ -167,17 +166,11 @@ def word_tokenizer(
     vocab_size: int, special: Mapping[int, str], template: str
 ) -> PreTrainedTokenizerFast:
     """One token per word."""
-    words = {special.get(index, word(index)): index for index in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special.values()])
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
+    return word_level(
+        [special.get(index, word(index)) for index in range(vocab_size)],
+        special.values(),
+        splits=pre_tokenizers.WhitespaceSplit(),
+        template=template,
     )
 
 

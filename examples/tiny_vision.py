@@ -8,6 +8,7 @@ Language model, vision tower and the folder's layout are those of Qwen3-VL-30B-A
 
 import io
 import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,21 +113,43 @@ def as_published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def letter_processor() -> Qwen3VLProcessor:
     """One token per letter; a picture of 16 x 16 pixels has 4 x 4 patches and 4 placeholders."""
-    words = [*SPECIAL, *LETTERS]
+    letters = word_level(
+        [*SPECIAL, *LETTERS],
+        SPECIAL,
+        splits=pre_tokenizers.Split(Regex("."), "isolated"),
+        template=TEMPLATE,
+    )
+    return processor_of(letters, patch=PATCH, smallest=SIDE * SIDE // 4, largest=4 * SIDE * SIDE)
+
+
+def word_level(
+    words: Sequence[str],
+    special: Iterable[str],
+    *,
+    splits: pre_tokenizers.PreTokenizer,
+    template: str,
+) -> PreTrainedTokenizerFast:
+    """One token per word, without spaces where they are put together.
+
+    Args:
+        words: in the order of their ids, `PAD` and `END` among them.
+        special: those that are left out of texts.
+        splits: a text into words.
+        template: of chats.
+    """
     tokenizer = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=PAD)
     )
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
+    tokenizer.pre_tokenizer = splits
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
-        chat_template=TEMPLATE,
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
-    return processor_of(fast, patch=PATCH, smallest=SIDE * SIDE // 4, largest=4 * SIDE * SIDE)
 
 
 def processor_of(
